@@ -1,0 +1,226 @@
+"""The run file: everything that says what one training job does, as plain data.
+
+One YAML file is one :class:`RunSpec`. The same object is the JSON input of the
+``TrainingRun`` workflow, so a run can be started from the Temporal UI. Nothing
+here touches the world: whether paths exist is asked by ``seamlessflow check``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+Tag = Literal["rollout", "train", "critic", "reference", "reward", "agent"]
+
+
+class Spec(BaseModel):
+    """Base of every section: unknown keys are refused, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelSpec(Spec):
+    path: str
+    """Directory of a Hugging Face causal LM: config.json, safetensors, tokenizer.json, chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in engines and trainer; optimizer states are always float32."""
+    max_context: int = Field(default=2048, ge=16)
+    """Longest prompt plus answer, in tokens."""
+    tool_parser: Literal["none", "hermes", "positional"] = "none"
+    """How tool calls are read from generated text. ``positional``: ``name(a,b)`` between ``tool_open`` and ``tool_close``."""
+    tool_open: str = ""
+    """Text in front of a positional call, e.g. ``<call>``."""
+    tool_close: str = ""
+    """Text behind a positional call, e.g. ``</call>``."""
+
+
+class DataSpec(Spec):
+    path: str
+    """JSONL file; one task a line, any JSON object. Its line number is its position; the agent and the reward see it whole."""
+    held_out: str | None = None
+    """JSONL file of tasks that are never trained on; used by the evaluation."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over ``path`` before the data ends; None repeats it until the last step."""
+    shuffle: bool = True
+    """Shuffle each epoch with the run's seed."""
+
+
+class AgentSpec(Spec):
+    kind: Literal["single_turn", "python", "command"] = "single_turn"
+    """``single_turn`` needs no code: it sends the task's ``messages`` (or ``prompt``) once."""
+    target: str | None = None
+    """``python``: ``package.module:function``. ``command``: a command line, run without a shell."""
+    max_turns: int = Field(default=16, ge=1)
+    """Requests a session may send before it is refused."""
+    time_limit_s: float = Field(default=120.0, gt=0)
+    """A session that runs longer ends as ``failed(agent_timeout)``."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts a sample gets when infrastructure, not the agent, failed."""
+    processes: int = Field(default=1, ge=1)
+    """Agent processes per agent worker; each runs many sessions at a time."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to a Python agent as keyword arguments."""
+
+
+class RewardSpec(Spec):
+    kind: Literal["python", "command"] = "python"
+    """``python``: ``package.module:function``. ``command``: reads the rollout as JSON on stdin, prints a number."""
+    target: str
+    """What to call."""
+    time_limit_s: float = Field(default=30.0, gt=0)
+    """A reward that takes longer is missing, cause ``reward_timeout``."""
+
+
+class SamplingSpec(Spec):
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Of the behaviour policy; the trainer divides its logits by the same number."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Values below 1 make the engine's log-probs differ from the trainer's; keep 1 unless you correct for it."""
+    max_tokens: int = Field(default=256, ge=1)
+    """New tokens a turn, unless the agent asks for fewer."""
+
+
+class NodeSpec(Spec):
+    id: Name
+    """Unique in the cluster."""
+    tags: frozenset[Tag] = Field(min_length=1)
+    """Capability tags: what this node can do."""
+    ranks: int = Field(default=1, ge=1)
+    """Trainer processes on this node when it trains."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads per engine and per rank."""
+    cores: tuple[int, ...] = ()
+    """CPU cores the node's engine and ranks are pinned to; empty leaves them free."""
+    train_priority: float | None = None
+    """Order in which nodes are taken for training, highest first; None: given by the scheduler."""
+
+
+class EngineSpec(Spec):
+    kind: Literal["embedded", "scripted"] = "embedded"
+    """``embedded``: ours, CPU, for laptops and tests. ``scripted``: plays a script of tokens and faults, for tests."""
+    python: str | None = None
+    """Interpreter of the engine's own virtual environment; None uses this one."""
+    max_running: int = Field(default=32, ge=1, le=256)
+    """Sequences decoded together."""
+    kv_tokens: int = Field(default=65536, ge=256)
+    """Tokens the KV cache holds; also the size of the prefix cache."""
+    sync_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What happens to running generations when weights change: keep their KV, compute it anew, or cut and continue them."""
+    log_tokens: bool = False
+    """Write every token read and written to a log in the node's folder: the oracle for audits."""
+
+
+class AlgorithmSpec(Spec):
+    name: Literal["grpo"] = "grpo"
+    """Advantage estimator and loss."""
+    group_size: int = Field(default=8, ge=2)
+    """Samples per task (G)."""
+    groups_per_step: int = Field(default=8, ge=1)
+    """Tasks per policy update (P)."""
+    advantage_std: bool = True
+    """Divide group advantages by the group's standard deviation (GRPO); False is Dr. GRPO."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip of the ratio is ``1 - clip_low``."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """Upper clip of the ratio is ``1 + clip_high``."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Bound of the loss where the advantage is negative; None switches it off."""
+    old_logprobs: Literal["recompute", "engine"] = "recompute"
+    """``recompute``: the trainer's weights before the update give the old log-probs. ``engine``: those recorded at sampling."""
+    importance_cap: float | None = Field(default=2.0, gt=0)
+    """With ``recompute``: truncated importance weight exp(recomputed - engine), per token; None switches the correction off."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Reserved for a reference model; only 0 is accepted until a reference role exists."""
+    drop_zero_variance: bool = True
+    """Groups whose rewards are all equal end as ``filtered(zero_variance)``."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """How token losses are averaged."""
+
+    @model_validator(mode="after")
+    def _no_reference_yet(self) -> AlgorithmSpec:
+        if self.kl_coefficient:
+            raise ValueError("kl_coefficient needs a reference role, which this release does not have: set it to 0")
+        return self
+
+
+class TrainerSpec(Spec):
+    backend: Literal["deepspeed"] = "deepspeed"
+    """Training back end."""
+    zero_stage: Literal[0, 1, 2] = 1
+    """DeepSpeed ZeRO stage; 0 with bfloat16 is refused (DeepSpeed trains it differently)."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """AdamW, constant."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW betas."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Global gradient norm is clipped to this."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Rows per forward pass and rank."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; one is written every step."""
+    step_time_limit_s: float = Field(default=1800.0, gt=0)
+    """Deadline of one update."""
+
+
+class PipelineSpec(Spec):
+    name: Literal["multiplexed", "naive"] = "multiplexed"
+    """``multiplexed``: train nodes are pre-empted while the others keep rolling out (one step off policy).
+    ``naive``: rollout stops everywhere while training runs (on policy)."""
+    steps: int = Field(default=10, ge=1)
+    """Policy updates."""
+    max_staleness: int = Field(default=1, ge=0)
+    """How many updates old the weights that started a group may be when it is trained."""
+    target_in_flight: int = Field(default=64, ge=1)
+    """Sessions kept running."""
+    batch_time_limit_s: float = Field(default=600.0, gt=0)
+    """A step waits at most this long for its groups, then takes what is complete."""
+    hold_limit_s: float = Field(default=600.0, gt=0)
+    """A request waits at most this long for a route before its session ends as an infrastructure failure."""
+
+
+class EvaluationSpec(Spec):
+    every: int = Field(default=0, ge=0)
+    """Evaluate the held-out tasks each so many steps; 0: only before the first and after the last."""
+    samples: int = Field(default=1, ge=1)
+    """Samples per held-out task."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+
+
+class RunSpec(Spec):
+    """One training job."""
+
+    run: Name
+    """Name of the run; also its workflow id, ``run/<run>``."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds data order, sampling and training."""
+    model: ModelSpec
+    data: DataSpec
+    agent: AgentSpec = AgentSpec()
+    reward: RewardSpec
+    sampling: SamplingSpec = SamplingSpec()
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    engine: EngineSpec = EngineSpec()
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    trainer: TrainerSpec = TrainerSpec()
+    pipeline: PipelineSpec = PipelineSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSpec:
+        ids = [node.id for node in self.nodes]
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        if twice:
+            raise ValueError(f"nodes: id {twice[0]!r} is used twice: give each node its own id")
+        for tag in ("rollout", "train"):
+            if not any(tag in node.tags for node in self.nodes):
+                raise ValueError(f"nodes: no node has the tag {tag!r}: a run needs at least one")
+        if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
+            raise ValueError("trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1")
+        if self.agent.kind != "single_turn" and not self.agent.target:
+            raise ValueError(f"agent.target is needed for agent.kind {self.agent.kind!r}")
+        return self
