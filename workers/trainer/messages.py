@@ -1,0 +1,115 @@
+"""What a trainer rank and its callers say to each other: JSON bodies of the control port.
+
+Built by :mod:`workers.trainer.server` and :mod:`workers.trainer.client`; read by activities. No torch here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Phase = Literal["starting", "ready", "loading", "training", "saving", "failed", "stopping"]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Message(BaseModel):
+    """Base of every message: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class UpdateRequest(Message):
+    """Train one step. Every rank of the gang gets the same request at about the same time."""
+
+    lineage: int = Field(ge=0)
+    step: int = Field(ge=0)
+    """Step ``s`` turns weight version ``s`` into ``s + 1``."""
+    manifest_key: str
+    """Object that lists the shards of the batch."""
+    manifest_digest: Digest
+    """sha256 of that object."""
+    epoch: int = Field(ge=0)
+    """Fencing token of the lease; a request older than the newest seen is refused."""
+
+
+class UpdateMetrics(Message):
+    """Figures of one update, over all ranks. A mean over tokens is over trained tokens."""
+
+    loss: float
+    """Policy loss of the batch before the update."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    clip_fraction: float
+    """Share of trained tokens whose ratio was clipped, or whose loss the dual clip bounded."""
+    ratio_max: float
+    """Largest exp(current - old log-prob)."""
+    importance_mean: float
+    """Mean truncated importance weight; 1 when the correction is off."""
+    logprob_gap_mean: float
+    """Mean of |trainer - engine| log-prob."""
+    logprob_gap_max: float
+    """Largest |trainer - engine| log-prob."""
+    logprob_mean: float
+    """Mean trainer log-prob of the sampled tokens; its negative estimates the entropy."""
+    advantage_abs_mean: float
+    """Mean |advantage| per trained token."""
+    tokens: int
+    """Trained tokens: each counts once, however many leaves share it."""
+    tokens_masked: int
+    """Sampled tokens kept as context: unknown weight version, or a generation marked not trainable."""
+    rows: int
+    """Rows computed: one per leaf path that has a trained token."""
+    tokens_computed: int
+    """Tokens in those rows, context included, padding not."""
+    groups: int
+    """Groups in the manifest."""
+    optimizer_steps: int
+    """0 when nothing in the batch could be trained, else 1."""
+    staleness_mean: float
+    """Mean of (step - weight version of the token)."""
+    staleness_max: int
+    """Largest of (step - weight version of the token)."""
+    seconds: float
+    """Wall time of the whole update: read, train, save, publish."""
+    seconds_training: float
+    """Wall time of forward, backward and optimizer."""
+
+
+class UpdateResult(Message):
+    """A committed update: the checkpoint that contains it and the weights it published."""
+
+    lineage: int
+    step: int
+    version: int
+    """``step + 1``."""
+    checkpoint_path: str
+    checkpoint_digest: Digest
+    weights_path: str
+    weights_digest: Digest
+    metrics: UpdateMetrics
+
+
+class TrainerStatus(Message):
+    """Answer of ``GET /status``."""
+
+    rank: int
+    world_size: int
+    pid: int
+    phase: Phase
+    step: int
+    """The step in work, or the next one."""
+    version: int
+    """Weight version that the rank holds."""
+    lineage: int
+    epoch: int
+    """Newest epoch seen."""
+    last_error: str | None = None
+
+
+class ErrorBody(Message):
+    """Body of every answer that is not 200."""
+
+    error: str
+    """Class name in ``storage.errors``."""
+    message: str
