@@ -1,0 +1,162 @@
+"""What an inference engine is to the rest of the system.
+
+One protocol, :class:`Engine`, with frozen records in and out. Adapters turn an
+engine's wire format into it and check everything the engine says; all of them
+pass the same conformance suite (``tests/contract/engines``). Nothing here
+imports torch or an HTTP library.
+
+Tokens are always ids. An engine never sees text, except in :attr:`Sampling.stop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+PauseMode = Literal["abort", "retract", "in_place"]
+"""``abort`` ends running requests with what they have; ``retract`` drops their KV and computes it anew under the
+weights in force at resumption; ``in_place`` keeps their KV. In all modes new requests are accepted and wait."""
+
+FinishKind = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one generation is sampled."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy. Log-probs are of ``softmax(logits / temperature)``; of ``softmax(logits)`` when greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end-of-sequence ids; the matched token is part of the output."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens ``[start, end)`` of one request were sampled under ``version``; None: the engine cannot say."""
+
+    version: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a generation ended."""
+
+    kind: FinishKind
+    matched: int | str | None = None
+    """``stop``: the token id or stop string that matched."""
+    message: str = ""
+    """``abort``: what the engine said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Newly generated tokens of one generation.
+
+    Built by an adapter, read by the generation's owner. ``len(ids) == len(logprobs)``; both may be empty, e.g. on the
+    last chunk. Log-probs are finite and not positive.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int | None
+    """The engine's weight version when it sent this chunk; a hint until ``spans`` confirm or amend it."""
+    spans: tuple[VersionSpan, ...] | None = None
+    """On the last chunk: the exact version of every output token since the first, in order and without a gap."""
+    finish: Finish | None = None
+    """Set on the last chunk only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A confirmed weight update."""
+
+    version: int
+    checksum: str | None
+    """Digest of the loaded files by the rule of the weights store, if the engine reports one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine serves."""
+
+    model_path: str
+    weight_version: int | None
+    vocab_size: int | None = None
+    max_context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Load of an engine at one moment."""
+
+    running: int
+    waiting: int
+    used_tokens: int = 0
+    """Tokens in the KV cache."""
+
+
+class Engine(Protocol):
+    """An inference engine that serves one model.
+
+    Every call has a deadline. Errors: :class:`EngineUnavailable` (no connection, broken or stalled stream, deadline),
+    :class:`EngineRejected` (bad input), :class:`EngineProtocolError` (the answer breaks the contract).
+    """
+
+    def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate after the prompt ``ids``; the last chunk has ``finish``.
+
+        ``request_id`` is unique among live requests and of fixed length (engines may match by prefix). ``salt`` keeps
+        prefix caches apart: KV is shared only between requests of equal salt. Closing the generator aborts the request.
+        """
+        ...
+
+    def continuable(self, sampling: Sampling) -> bool:
+        """Whether a cut generation may go on, here or elsewhere, with prompt + output so far as its prompt."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating before the next token; returns when it has stopped."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`; harmless if not paused."""
+        ...
+
+    async def abort(self, request_id: str | None) -> None:
+        """End one request (None: all) with the tokens it has; unknown ids are ignored."""
+        ...
+
+    async def load_weights(self, path: str, version: int) -> Loaded:
+        """Serve the checkpoint directory ``path`` as ``version``; on an error the old weights stay."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Give weights and KV memory back; refused while requests are live."""
+        ...
+
+    async def resume_memory(self) -> None:
+        """Undo :meth:`release_memory`; the engine serves the version it had."""
+        ...
+
+    async def ready(self) -> bool:
+        """Whether the engine process answers; true also while paused."""
+        ...
+
+    async def info(self) -> EngineInfo: ...
+
+    async def stats(self) -> Stats: ...
+
+    async def close(self) -> None:
+        """Release the adapter's connections; the engine itself goes on."""
+        ...

@@ -1,0 +1,146 @@
+"""Reading one ``/generate`` event stream of the SGLang native wire: bytes in, checked :class:`Chunk` out.
+
+Pure: no I/O. Handles both stream forms of SGLang, *cumulative* (every event repeats all output so far) and
+*incremental* (an event holds only what is new), by the cumulative ``completion_tokens`` that both carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from storage.errors import EngineProtocolError
+from workers.engines.base import Chunk, Finish, VersionSpan
+
+_SENTINEL = -9000.0  # engines write values such as -9999 where they have no log-prob
+_ROUNDING = 1e-4  # a log-prob of a near certain token may come out a little above 0
+
+
+class SseDecoder:
+    """Splits server-sent events out of arbitrary byte chunks; yields their ``data`` payloads."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        self._buffer += data
+        *events, rest = self._buffer.split(b"\n\n")
+        self._buffer = bytearray(rest)
+        for event in events:
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:"):
+                    yield bytes(line[5:].strip())
+
+
+def parse_version(label: object) -> int | None:
+    """The integer weight version behind an engine's label; None if the label is not a version of ours."""
+    if isinstance(label, str) and label.isdecimal():
+        return int(label)
+    return None
+
+
+class StreamReader:
+    """State of one generation's stream.
+
+    Args:
+        request_id: named in errors.
+        vocab_size: output ids at or above it are refused; None skips the check.
+    """
+
+    def __init__(self, request_id: str, vocab_size: int | None) -> None:
+        self._request_id = request_id
+        self._vocab_size = vocab_size
+        self.seen = 0
+        """Output tokens handed out so far."""
+        self.finished = False
+
+    def read(self, payload: bytes) -> Chunk:
+        """Turn one event into a chunk; raises :class:`EngineProtocolError`, :class:`KeyError` never."""
+        event = self._parse(payload)
+        meta = event.get("meta_info")
+        if not isinstance(meta, dict):
+            raise self._error("an event without meta_info")
+        finish = self._finish(meta.get("finish_reason"))
+        ids, logprobs = self._new_tokens(event, meta, finish)
+        self.seen += len(ids)
+        self.finished = finish is not None
+        spans = self._spans(meta.get("weight_versions")) if finish else None
+        return Chunk(ids, logprobs, parse_version(meta.get("weight_version")), spans, finish)
+
+    def _parse(self, payload: bytes) -> dict[str, Any]:
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError as error:  # also how a NaN log-prob shows
+            raise self._error(f"an event that is not JSON ({error}): {payload[:80]!r}") from None
+        if not isinstance(event, dict):
+            raise self._error(f"an event that is not an object: {payload[:80]!r}")
+        if "error" in event:
+            raise self._error(f"an error event: {event['error']}")
+        return event
+
+    def _new_tokens(
+        self, event: dict[str, Any], meta: dict[str, Any], finish: Finish | None
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        ids = event.get("output_ids") or []
+        total = meta.get("completion_tokens", None if ids else self.seen)
+        if not isinstance(total, int):
+            raise self._error(f"completion_tokens is {total!r}")
+        new = total - self.seen
+        if finish is not None and finish.kind == "abort" and new <= 0:
+            # SGLang sends the last token again when a retracted request is aborted, and no counts from its queue.
+            return (), ()
+        if new < 0:
+            raise self._error(f"completion_tokens fell from {self.seen} to {total}")
+        if len(ids) not in (new, total):
+            raise self._error(f"{len(ids)} output_ids where {new} new of {total} tokens are due")
+        fresh = tuple(ids[len(ids) - new :])
+        return fresh, self._logprobs(fresh, meta.get("output_token_logprobs") or [], total)
+
+    def _logprobs(self, ids: tuple[int, ...], entries: list[Any], total: int) -> tuple[float, ...]:
+        new = len(ids)
+        if not new:
+            return ()
+        if len(entries) not in (new, total):
+            raise self._error(f"{len(entries)} log-probs for {new} new of {total} tokens")
+        return tuple(
+            self._logprob(token, entry, self.seen + index)
+            for index, (token, entry) in enumerate(zip(ids, entries[len(entries) - new :], strict=True))
+        )
+
+    def _logprob(self, token: object, entry: Any, position: int) -> float:
+        if not isinstance(token, int) or token < 0 or (self._vocab_size is not None and token >= self._vocab_size):
+            raise self._error(f"output token {position} has id {token!r}, outside the vocabulary of {self._vocab_size}")
+        if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
+            raise self._error(f"output token {position} has id {token} but log-prob entry {entry!r}")
+        value = entry[0]
+        if not isinstance(value, float | int) or not math.isfinite(value) or not _SENTINEL < value < _ROUNDING:
+            raise self._error(f"output token {position} has log-prob {value!r}")
+        return min(float(value), 0.0)
+
+    def _finish(self, reason: Any) -> Finish | None:
+        if reason is None:
+            return None
+        kind = reason.get("type") if isinstance(reason, dict) else None
+        if kind not in ("stop", "length", "abort"):
+            raise self._error(f"finish_reason {reason!r}")
+        return Finish(kind, matched=reason.get("matched"), message=str(reason.get("message") or ""))
+
+    def _spans(self, spans: Any) -> tuple[VersionSpan, ...] | None:
+        if not spans:
+            return None
+        result = []
+        end = 0
+        for span in spans:
+            if span.get("start") != end or not isinstance(span.get("end"), int) or span["end"] <= end:
+                raise self._error(f"weight_versions with a gap or overlap: {spans!r}")
+            result.append(VersionSpan(parse_version(span.get("version")), end, span["end"]))
+            end = span["end"]
+        if end != self.seen:
+            raise self._error(f"weight_versions cover {end} of {self.seen} output tokens")
+        return tuple(result)
+
+    def _error(self, what: str) -> EngineProtocolError:
+        return EngineProtocolError(f"request {self._request_id}: the engine sent {what}")
