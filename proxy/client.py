@@ -41,7 +41,10 @@ class ClaimedSample:
 
 @dataclass(frozen=True)
 class ClaimedScore:
-    """A finished sample whose reward is wanted; ``transcript`` is ``[{"request": {"messages"}, "response": {"message"}}]``."""
+    """A finished sample whose reward is wanted.
+
+    ``transcript``: ``[{"request": {"messages": [...]}, "response": {"message": {...}}}]``, one entry a turn.
+    """
 
     ordinal: int
     sample: int
@@ -150,7 +153,10 @@ class ControlClient:
         await self._call("POST", f"/control/runs/{_q(run)}/scores/commit", {"session": session, "reward": reward})
 
     async def fail_score(self, run: str, session: str, cause: str, detail: str) -> None:
-        """Record that the reward is missing: cause is reward_missing, reward_invalid, reward_timeout or reward_error."""
+        """Record that the reward is missing.
+
+        ``cause`` is reward_missing, reward_invalid, reward_timeout or reward_error.
+        """
         body = {"session": session, "cause": cause, "detail": detail}
         await self._call("POST", f"/control/runs/{_q(run)}/scores/commit", body)
 
