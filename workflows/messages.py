@@ -1,0 +1,613 @@
+"""Every message that crosses a workflow's border, one model each.
+
+History holds ids, counts, decisions and checksums (invariant I8): no tokens,
+prompts, addresses with secrets or keys are in any of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from workflows.spec import RunSpec, Tag
+
+Role = Literal["engine", "trainer"]
+Park = Literal["resident", "exit"]
+
+
+class Message(BaseModel):
+    """Base of every message: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StreamInput(Message):
+    """Input of the long activities ``stream_tasks`` and ``stream_rewards``.
+
+    ``worker_slot`` names the place that runs the samples; a retry under the
+    same slot first gives back what the lost attempt was running.
+    """
+
+    run: str
+    stream: str
+    worker_slot: str
+
+
+class WeightsRef(Message):
+    """Published weights: the directory engines load and the digest they must confirm."""
+
+    version: int
+    path: str
+    digest: str
+
+
+class CheckpointRef(Message):
+    """The newest committed checkpoint of a run; ``path`` is None for the initial model."""
+
+    lineage: int
+    step: int
+    version: int
+    path: str | None
+    digest: str
+    weights: WeightsRef
+
+
+class ManifestRef(Message):
+    """A claimed batch: its step, the manifest object and the digest recorded in history."""
+
+    step: int
+    key: str
+    digest: str
+
+
+# --- pool ------------------------------------------------------------------------------------------------------------
+
+
+class NodeInfo(Message):
+    """Update ``add_node``: a node agent (re-)registers its node.
+
+    ``epoch`` is the highest epoch the node remembers, so that epochs keep
+    growing even if the pool's own history is lost.
+    """
+
+    id: str
+    tags: frozenset[Tag]
+    ranks: int = 1
+    train_priority: float = 0.0
+    boot_id: str
+    epoch: int = 0
+
+
+class NodeName(Message):
+    """One node, by id."""
+
+    node: str
+
+
+class SetTags(Message):
+    """Update ``set_tags``: replace a node's capability tags."""
+
+    node: str
+    tags: frozenset[Tag]
+
+
+class PreemptNode(Message):
+    """Update ``preempt``: take the node's lease away; with ``hold`` the node stays free until ``set_tags`` or ``drain`` undo."""
+
+    node: str
+    reason: str = Field(min_length=1)
+    hold: bool = False
+
+
+class DrainNode(Message):
+    """Update ``drain``: end the node's lease and grant nothing on it; ``undo`` takes it back into service."""
+
+    node: str
+    undo: bool = False
+
+
+class NodeSeen(Message):
+    """Signal ``node_seen`` (alive) and ``node_lost`` (known to be dead)."""
+
+    node: str
+    boot_id: str
+
+
+class LeaseRequest(Message):
+    """Signal ``request``: somebody wants nodes in a role.
+
+    ``count`` None: a *standing* request, one lease on every candidate node
+    with ``tag``, renewed whenever a node comes back. ``count`` n: one gang of
+    n nodes, all or nothing, granted once. Higher ``priority`` pre-empts lower.
+    """
+
+    request_id: str
+    run: str
+    role: Role
+    tag: Tag
+    candidates: tuple[str, ...]
+    count: int | None
+    priority: int
+    owner: str
+    """Workflow that is told what becomes of the lease."""
+    spec: RunSpec
+
+
+class WithdrawRequest(Message):
+    """Signal ``withdraw``: the request is over; its leases are revoked and park as ``park`` says."""
+
+    request_id: str
+    reason: str
+    park: Park = "resident"
+
+
+class ReleaseLease(Message):
+    """Signal ``release``: a lease has ended. ``lost``: a member failed, its state is unknown."""
+
+    lease: str
+    epoch: int
+    lost: bool = False
+
+
+class Decision(Message):
+    """One scheduling decision and the facts it used."""
+
+    what: str
+    why: str
+
+
+class NodeStatus(Message):
+    node: str
+    tags: tuple[str, ...]
+    health: str
+    activity: str
+    epoch: int
+    lease: str | None
+
+
+class PoolStatus(Message):
+    """Answer of the pool's query ``status``."""
+
+    cluster: str
+    nodes: tuple[NodeStatus, ...]
+    waiting: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+    leases: tuple[LeaseStatus, ...]
+
+
+class LeaseStatus(Message):
+    lease: str
+    epoch: int
+    run: str
+    role: Role
+    members: tuple[str, ...]
+    owner: str
+    state: str
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+class LeaseInput(Message):
+    """Input of the ``Lease`` workflow."""
+
+    lease: str
+    epoch: int
+    run: str
+    role: Role
+    members: tuple[str, ...]
+    owner: str
+    pool: str
+    spec: RunSpec
+
+
+class Revoke(Message):
+    """Signal ``revoke``: park within ``deadline_s`` and end."""
+
+    reason: str
+    deadline_s: float = 60.0
+    park: Park = "resident"
+
+
+class MemberLost(Message):
+    """Signal ``member_lost``: the node is known to be dead; it is fenced, not waited for."""
+
+    node: str
+    reason: str
+
+
+class HoldLease(Message):
+    """Signal ``hold``: close an engine's route and pause it (True), or let it serve again (False)."""
+
+    hold: bool
+
+
+class MemberReport(Message):
+    """Signal ``member_report``: a supervisor says how its member is.
+
+    ``version`` and ``url`` are an engine's; ``gang`` is a trainer's. ``seq``
+    grows per process start, so that a late report changes nothing.
+    """
+
+    node: str
+    state: Literal["ready", "down"]
+    seq: float
+    version: int | None = None
+    url: str | None = None
+    gang: str | None = None
+    detail: str = ""
+
+
+class LeaseEvent(Message):
+    """Signals ``granted``, ``lease_report``, ``revoked`` and ``lease_lost`` to a lease's owner."""
+
+    lease: str
+    epoch: int
+    role: Role
+    members: tuple[str, ...]
+    state: Literal["granted", "ready", "down", "revoked", "lost"]
+    version: int | None = None
+    gang: str | None = None
+    reason: str = ""
+
+
+class LeaseView(Message):
+    """Answer of a lease's query ``status``."""
+
+    lease: str
+    epoch: int
+    phase: str
+    version: int | None
+    route: str
+    waiting_for: str
+    last_failure: str
+
+
+# --- run and step ----------------------------------------------------------------------------------------------------
+
+
+class Pause(Message):
+    """Update ``pause``: ``drain`` lets running sessions end, ``now`` cuts them (they continue after ``resume``)."""
+
+    mode: Literal["drain", "now"] = "drain"
+    give_back: bool = False
+    actor: str = "unknown"
+    why: str = ""
+
+
+class Command(Message):
+    """Updates ``resume`` and ``checkpoint_now``: who asks, and why."""
+
+    actor: str = "unknown"
+    why: str = ""
+
+
+class Stop(Message):
+    """Update ``stop``: ``drain`` finishes the current step and evaluates, ``now`` ends at once."""
+
+    mode: Literal["drain", "now"] = "drain"
+    actor: str = "unknown"
+    why: str = ""
+
+
+class SetParams(Message):
+    """Update ``set_params``: new values by section, e.g. ``{"pipeline": {"steps": 40}}``."""
+
+    patch: dict[str, dict[str, Any]]
+    actor: str = "unknown"
+    why: str = ""
+
+
+class StepInput(Message):
+    """Input of ``RlStep``. ``replay``: train on this claimed manifest instead of claiming a new batch."""
+
+    spec: RunSpec
+    lineage: int
+    step: int
+    version: int
+    pool: str
+    paused: bool = False
+    replay: ManifestRef | None = None
+
+
+class StepResult(Message):
+    """``trained``: ``checkpoint`` is committed. ``gang_lost``: the claimed batch must be replayed. ``stopped``: nothing claimed."""
+
+    outcome: Literal["trained", "gang_lost", "stopped"]
+    step: int
+    checkpoint: CheckpointRef | None = None
+    metrics: dict[str, float] = {}
+    reason: str = ""
+
+
+class StepStatus(Message):
+    """Answer of a step's query ``status``."""
+
+    lineage: int
+    step: int
+    phase: str
+    waiting_for: str
+    manifest: ManifestRef | None
+    lease: str | None
+
+
+class EvaluationInput(Message):
+    """Input of ``Evaluation``."""
+
+    run: str
+    version: int
+    samples: int
+
+
+class EvaluationOutcome(Message):
+    """Mean raw reward of the held-out samples at one weight version; None if none was scored."""
+
+    version: int
+    mean: float | None
+    samples: int
+
+
+class EngineView(Message):
+    """What a run knows of one of its engine leases."""
+
+    lease: str
+    epoch: int
+    node: str
+    state: Literal["granted", "ready", "down"] = "granted"
+    version: int | None = None
+    told: int | None = None
+    """Weight version it was told to load."""
+    held: bool = False
+
+
+class RunState(Message):
+    """What ``TrainingRun`` carries through continue-as-new."""
+
+    started: bool = False
+    lineage: int = 0
+    step: int = 0
+    phase: str = "starting"
+    checkpoint: CheckpointRef | None = None
+    engines: dict[str, EngineView] = {}
+    replay: tuple[ManifestRef, ...] = ()
+    paused: Pause | None = None
+    stopping: Stop | None = None
+    engines_wanted: bool = False
+    generation: int = 0
+    """Grows with each engine request of this run (give back, resume)."""
+    evaluations: tuple[EvaluationOutcome, ...] = ()
+    last_metrics: dict[str, float] = {}
+    last_failure: str = ""
+
+
+class RunStatus(Message):
+    """Answer of a run's query ``status``."""
+
+    run: str
+    phase: str
+    lineage: int
+    step: int
+    steps: int
+    version: int
+    paused: str | None
+    stopping: str | None
+    waiting_for: str
+    engines: tuple[EngineView, ...]
+    evaluations: tuple[EvaluationOutcome, ...]
+    metrics: dict[str, float]
+    last_failure: str
+
+
+class RunResult(Message):
+    """Result of ``TrainingRun``."""
+
+    run: str
+    steps: int
+    version: int
+    reward_before: float | None
+    reward_after: float | None
+    balanced: bool
+    stopped: bool
+
+
+# --- activities ------------------------------------------------------------------------------------------------------
+
+
+class RunStart(Message):
+    """Result of ``prepare_run``: where the run stands in the ledger."""
+
+    lineage: int
+    step: int
+    checkpoint: CheckpointRef
+    replay: tuple[ManifestRef, ...]
+    evaluations: tuple[EvaluationOutcome, ...] = ()
+
+
+class AdmissionInput(Message):
+    """Input of ``set_admission``: ordinals below ``admit_until`` may start."""
+
+    run: str
+    stream: str
+    admit_until: int
+    target_in_flight: int
+    samples_per_task: int
+    paused: bool
+
+
+class ClaimInput(Message):
+    """Input of ``claim_batch``."""
+
+    spec: RunSpec
+    lineage: int
+    step: int
+    version: int
+
+
+class ClaimResult(Message):
+    """A claimed batch and what was left out of it, in groups."""
+
+    manifest: ManifestRef
+    groups: int
+    zero_variance: int
+    stale: int
+    reward_mean: float | None
+    reward_std: float | None
+    waited_s: float
+
+
+class RewindInput(Message):
+    run: str
+    from_lineage: int
+
+
+class CommitInput(Message):
+    """Input of ``commit_step``: the update's result, the batch's figures and each node's training interval."""
+
+    run: str
+    lineage: int
+    step: int
+    checkpoint: CheckpointRef
+    metrics: dict[str, float]
+    intervals: tuple[TrainInterval, ...]
+
+
+class TrainInterval(Message):
+    """Unix seconds during which ``node`` trained."""
+
+    node: str
+    start: float
+    end: float
+
+
+class RouteInput(Message):
+    """Input of ``put_route`` and ``close_route``."""
+
+    lease: str
+    epoch: int
+    node: str
+    url: str = ""
+    engine_kind: str = ""
+    version: int = 0
+    state: Literal["open", "held"] = "open"
+
+
+class EngineTask(Message):
+    """Input of ``engine_supervise`` and ``engine_load``."""
+
+    run: str
+    lease: str
+    epoch: int
+    node: str
+    spec: RunSpec
+    weights: WeightsRef
+    park: Park = "resident"
+
+
+class EngineHold(Message):
+    """Input of ``engine_hold``: pause (True) or resume the node's engine."""
+
+    run: str
+    epoch: int
+    node: str
+    hold: bool
+
+
+class ParkMode(Message):
+    """Input of ``set_park``: how the members of a lease shall park when their supervisor is cancelled."""
+
+    run: str
+    node: str
+    role: Role
+    park: Park
+    deadline_s: float
+
+
+class GangProbe(Message):
+    """Input of ``gang_probe``."""
+
+    run: str
+    node: str
+
+
+class GangView(Message):
+    """The resident ranks of one node: which gang they belong to, if all of them live and are idle or training."""
+
+    node: str
+    gang: str | None
+    ranks: int
+    free_port: int
+
+
+class TrainerTask(Message):
+    """Input of ``trainer_supervise``: one member of a gang."""
+
+    run: str
+    lease: str
+    epoch: int
+    node: str
+    gang: str
+    first_rank: int
+    ranks: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    checkpoint: CheckpointRef
+    spec: RunSpec
+    park: Park = "resident"
+
+
+class TrainTask(Message):
+    """Input of ``train_step``: idempotent under (run, lineage, step)."""
+
+    run: str
+    lease: str
+    epoch: int
+    node: str
+    gang: str
+    lineage: int
+    manifest: ManifestRef
+    time_limit_s: float
+
+
+class TrainOutcome(Message):
+    """Result of ``train_step``; ``checkpoint`` comes from the member that has rank 0."""
+
+    node: str
+    start: float
+    end: float
+    checkpoint: CheckpointRef | None
+    metrics: dict[str, float]
+
+
+class EndRun(Message):
+    """Input of ``finish_run``: samples left over end as ``filtered(run_ended)``."""
+
+    run: str
+    state: str
+
+
+class BooksView(Message):
+    balanced: bool
+    produced: int
+    trained: int
+
+
+class AuditEntry(Message):
+    """Input of ``record_command``: one human command."""
+
+    run: str
+    actor: str
+    what: str
+    why: str
+    data: dict[str, Any] = {}
+
+
+class AuditInput(Message):
+    """Input of ``audit_pool``."""
+
+    pool: str
+
+
+PoolStatus.model_rebuild()
+CommitInput.model_rebuild()
