@@ -198,6 +198,9 @@ class RunSpec(Spec):
     """Name of the run; also its workflow id, ``run/<run>``."""
     seed: int = Field(default=0, ge=0)
     """Seeds data order, sampling and training."""
+    code: str | None = None
+    """Folder with the modules of a Python agent or reward, appended behind everything on ``sys.path``; `seamlessflow`
+    sets it to the run file's folder. Commands run in it."""
     model: ModelSpec
     data: DataSpec
     agent: AgentSpec = AgentSpec()
