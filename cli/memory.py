@@ -1,0 +1,89 @@
+"""Whether a run fits into this machine's memory, by an estimate that errs on the small side.
+
+What it refuses cannot work; what it lets pass may still be tight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from cli.runfile import Location
+from workflows.spec import ModelSpec, NodeSpec, RunSpec
+
+BYTES = {"float32": 4, "bfloat16": 2}
+BASE_BYTES = 400 << 20
+"""torch with an empty model."""
+
+
+def check_memory(spec: RunSpec) -> Iterator[tuple[Location, str]]:
+    """Compare the nodes' engines and ranks, all on this machine, with its memory (or this container's)."""
+    try:
+        parameters = count_parameters(Path(spec.model.path))
+    except (OSError, ValueError):
+        return  # the model check tells what is wrong with the files
+    available = memory_limit()
+    need = sum(node_bytes(spec, node, parameters) for node in spec.nodes)
+    if need > available:
+        yield (
+            ("nodes",),
+            f"{len(spec.nodes)} nodes need about {_gib(need)} ({parameters / 1e6:.0f} M parameters), this machine has "
+            f"{_gib(available)}: take fewer nodes, fewer ranks, a smaller engine.kv_tokens or model.dtype bfloat16",
+        )
+
+
+def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
+    """Bytes of the node's processes while its role that needs most is active; a trainer and an engine stay side by side."""
+    weights = parameters * BYTES[spec.model.dtype]
+    total = 0
+    if "rollout" in node.tags:
+        total += BASE_BYTES + weights + spec.engine.kv_tokens * kv_bytes_per_token(spec.model)
+    if "train" in node.tags:
+        gang = sum(other.ranks for other in spec.nodes if "train" in other.tags)
+        # Gradients in the model's type, then master weights and two Adam moments in float32, split by ZeRO.
+        states = 12 * parameters if spec.model.dtype == "bfloat16" else 8 * parameters
+        split = gang if spec.trainer.zero_stage else 1
+        total += node.ranks * (BASE_BYTES + 2 * weights + states // split)
+    return total
+
+
+def count_parameters(folder: Path) -> int:
+    """Elements in the safetensors files, read from their headers. Raises :class:`ValueError` on a broken header."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length < 100 << 20:
+                raise ValueError(f"{path} is no safetensors file")
+            header = json.loads(file.read(length))
+        count += sum(math.prod(item["shape"]) for name, item in header.items() if name != "__metadata__")
+    return count
+
+
+def kv_bytes_per_token(model: ModelSpec) -> int:
+    """Keys and values of one token over all layers; 0 if config.json does not say."""
+    config = json.loads((Path(model.path) / "config.json").read_text())
+    layers, heads = config.get("num_hidden_layers", 0), config.get("num_attention_heads", 0)
+    if not layers or not heads:
+        return 0
+    head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    return int(2 * layers * config.get("num_key_value_heads", heads) * head_dim * BYTES[model.dtype])
+
+
+def memory_limit() -> int:
+    """Bytes of memory here: the machine's, or the control group's limit if that is lower."""
+    total = int(psutil.virtual_memory().total)
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,328 @@
+"""The local cluster as the user sees it: start, stop and look at one state folder.
+
+The work is done by one detached process, ``python -m cli.supervisor``; this
+module prepares the folder for it, starts it, waits for it and ends it.
+
+Files in the state folder that belong here: ``supervisor.lock`` (held while a
+supervisor lives; the kernel frees it whatever kills the process),
+``stack.json`` (what to run), ``services.json`` (what runs).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cli.processes import ProcessRecord, stop_processes, wait_gone, write_json
+from cli.servers import base_environment
+from storage.errors import ConfigError, DeadlineError, SeamlessFlowError
+from workers.cluster import ClusterConfig, Secrets, StateFolder
+from workflows.spec import NodeSpec
+
+LOCK = "supervisor.lock"
+STACK = "stack.json"
+STATUS = "services.json"
+STOP_LIMIT_S = 120.0
+LOOPBACK = "127.0.0.1"
+PORT_NAMES = ("temporal", "ui", "proxy", "s3")
+
+
+class StackSpec(BaseModel):
+    """What a local cluster runs, as kept in ``stack.json``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: tuple[NodeSpec, ...]
+
+
+class ServiceStatus(BaseModel):
+    """One row of `seamlessflow status`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: Literal["waiting", "starting", "ready", "restarting", "failed", "stopped"] = "waiting"
+    process: ProcessRecord | None = None
+    restarts: int = 0
+    last_exit: str = ""
+    """How its last process ended. *Example*: ``killed by SIGKILL``."""
+
+
+class StackStatus(BaseModel):
+    """What the supervisor writes to ``services.json`` at each change."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    supervisor: ProcessRecord
+    phase: Literal["starting", "running", "stopping", "stopped", "failed"] = "starting"
+    error: str = ""
+    services: dict[str, ServiceStatus] = {}
+
+    @classmethod
+    def read(cls, state: StateFolder) -> StackStatus | None:
+        """None if no supervisor ever wrote one."""
+        try:
+            return cls.model_validate_json((state.root / STATUS).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def write(self, state: StateFolder) -> None:
+        write_json(state.root / STATUS, self.model_dump(mode="json"))
+
+
+class StackFailed(SeamlessFlowError):
+    """A service of the local cluster could not be started; everything was stopped again."""
+
+
+def up(
+    state: StateFolder,
+    nodes: tuple[NodeSpec, ...] | None,
+    *,
+    ports: Mapping[str, int] | None = None,
+    say: Callable[[str], None] = print,
+    limit_s: float = 240.0,
+) -> StackStatus:
+    """Start the cluster, or find it running; returns when every service is ready.
+
+    ``nodes`` None starts those of the last time. Raises :class:`ConfigError` if the folder runs other nodes or a
+    given port is taken, :class:`StackFailed` if a service does not come up (nothing is left running),
+    :class:`DeadlineError` after ``limit_s`` seconds.
+    """
+    state.root.mkdir(parents=True, exist_ok=True)
+    state.logs.mkdir(exist_ok=True)
+    try:
+        with locked(state, "up.lock", wait_s=limit_s):
+            process = None
+            if running(state):
+                _same_nodes(state, nodes)
+            else:
+                process = _start(state, _stack_spec(state, nodes), ports or {})
+            return _wait_ready(state, process, say, limit_s)
+    except BlockingIOError:
+        raise DeadlineError(f"another `up` of {state.root} did not end within {limit_s:.0f} s") from None
+
+
+def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> subprocess.Popen[bytes]:
+    """Prepare the folder and start its supervisor."""
+    stop_leftovers(state)
+    write_cluster(state, ports)
+    write_json(state.root / STACK, spec.model_dump(mode="json"))
+    (state.root / STATUS).unlink(missing_ok=True)
+    with (state.logs / "supervisor.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cli.supervisor", "--state", str(state.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=state.root,
+            env={**os.environ, **base_environment(state)},
+            start_new_session=True,
+        )
+
+
+def down(state: StateFolder) -> int:
+    """Stop every process of the cluster, resident engines and ranks included; the number that still ran.
+
+    The state stays on disk: `up` goes on from it. Raises :class:`DeadlineError` if the supervisor does not end.
+    """
+    status = StackStatus.read(state)
+    count = 0
+    if status and running(state):
+        count = 1 + sum(1 for row in status.services.values() if row.process and row.process.alive())
+        status.supervisor.signal_group(signal.SIGTERM)
+        if not wait_gone([status.supervisor], STOP_LIMIT_S):
+            raise DeadlineError(
+                f"the supervisor (pid {status.supervisor.pid}) did not stop within {STOP_LIMIT_S:.0f} s: "
+                f"see {state.logs / 'supervisor.log'}"
+            )
+    return count + stop_leftovers(state)
+
+
+def running(state: StateFolder) -> bool:
+    """Whether a supervisor holds the folder's lock."""
+    if not state.root.is_dir():
+        return False
+    try:
+        with locked(state, LOCK, shared=True):
+            return False
+    except BlockingIOError:
+        return True
+
+
+@contextmanager
+def locked(state: StateFolder, name: str, *, shared: bool = False, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold one of the folder's locks. Raises :class:`BlockingIOError` if another process has it after ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    with (state.root / name).open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
+
+
+def stop_leftovers(state: StateFolder) -> int:
+    """End what a supervisor that died left running: its services, then engines and ranks; the number found."""
+    status = StackStatus.read(state)
+    found = 0
+    for row in reversed(list(status.services.values()) if status else []):
+        if row.process is not None:
+            found += stop_processes([row.process], grace_s=10.0)
+    return found + stop_residents(state)
+
+
+def stop_residents(state: StateFolder, grace_s: float = 5.0) -> int:
+    """End the resident engines and trainer ranks that the node agents noted down; the number that still ran."""
+    files = [*state.root.glob("nodes/*/engine.json"), *state.root.glob("nodes/*/rank-*.json")]
+    records = [record for record in map(ProcessRecord.read, files) if record]
+    return stop_processes(records, grace_s)
+
+
+def write_cluster(state: StateFolder, given: Mapping[str, int]) -> ClusterConfig:
+    """Write ``cluster.json`` and ``secrets.json``; ports and keys of the last time are kept where possible.
+
+    ``given`` maps names of :data:`PORT_NAMES` to ports. Raises :class:`ConfigError` if one of those is taken.
+    """
+    for name, port in given.items():
+        if name not in PORT_NAMES:
+            raise ConfigError(f"port {name!r} is not known: use one of {', '.join(PORT_NAMES)}")
+        if not port_free(port):
+            raise ConfigError(f"port {port} for {name} is in use: stop what listens there, or give another port")
+    ports = choose_ports(_old_ports(state), given)
+    config = ClusterConfig(
+        temporal=f"{LOOPBACK}:{ports['temporal']}",
+        temporal_ui=f"http://{LOOPBACK}:{ports['ui']}",
+        proxy=f"http://{LOOPBACK}:{ports['proxy']}",
+        s3=f"{LOOPBACK}:{ports['s3']}",
+        ledger_url=f"sqlite:///{state.root / 'ledger.db'}",
+        journal_url=f"sqlite:///{state.root / 'journal.db'}",
+    )
+    state.write(config, _secrets(state))
+    return config
+
+
+def choose_ports(old: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
+    """A different free loopback port for each name: the given one, else the old one if free, else a new one."""
+    ports = dict(given)
+    held = []
+    try:
+        for name in PORT_NAMES:
+            if name in ports:
+                continue
+            wanted = old.get(name, 0)
+            if wanted in ports.values() or not port_free(wanted):
+                wanted = 0
+            # Held until all are chosen, so that the system does not give the same one twice.
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((LOOPBACK, wanted))
+            held.append(listener)
+            ports[name] = listener.getsockname()[1]
+    finally:
+        for listener in held:
+            listener.close()
+    return ports
+
+
+def port_free(port: int) -> bool:
+    """Whether a server could listen on the loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def log_tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log file; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 16384))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _stack_spec(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> StackSpec:
+    if nodes is not None:
+        return StackSpec(nodes=nodes)
+    try:
+        return StackSpec.model_validate_json((state.root / STACK).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{state.root} has no nodes yet: name a run file, as in `seamlessflow up run.yaml`") from None
+
+
+def _same_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> None:
+    have = {node.id: node for node in _stack_spec(state, None).nodes}
+    other = [node.id for node in nodes or () if have.get(node.id) != node]
+    if other:
+        raise ConfigError(
+            f"the cluster in {state.root} runs with other nodes ({', '.join(other)} differ): stop it with `seamlessflow down` "
+            "first, or use another --state folder"
+        )
+
+
+def _old_ports(state: StateFolder) -> dict[str, int]:
+    try:
+        config = state.cluster()
+    except ConfigError:
+        return {}
+    addresses = {"temporal": config.temporal, "ui": config.temporal_ui or "", "proxy": config.proxy, "s3": config.s3}
+    ports = {name: address.rpartition(":")[2].rstrip("/") for name, address in addresses.items()}
+    return {name: int(port) for name, port in ports.items() if port.isdigit()}
+
+
+def _secrets(state: StateFolder) -> Secrets:
+    try:
+        return state.secrets()
+    except ConfigError:
+        return Secrets(
+            control_key=f"sfc_{secrets.token_urlsafe(32)}",
+            s3_access_key=secrets.token_hex(10),
+            s3_secret_key=secrets.token_urlsafe(32),
+        )
+
+
+def _wait_ready(
+    state: StateFolder, process: subprocess.Popen[bytes] | None, say: Callable[[str], None], limit_s: float
+) -> StackStatus:
+    deadline = time.monotonic() + limit_s
+    told: set[str] = set()
+    while True:
+        status = StackStatus.read(state)
+        for name, row in (status.services if status else {}).items():
+            if row.state == "ready" and name not in told:
+                told.add(name)
+                say(f"{name} is ready")
+        if status and status.phase == "running" and status.supervisor.alive():
+            return status
+        gone = process.poll() is not None if process else not running(state)
+        if gone or (status and status.phase in ("failed", "stopped")):
+            reason = (status.error if status else "") or log_tail(state.logs / "supervisor.log")
+            raise StackFailed(f"the cluster in {state.root} did not start: {reason}")
+        if time.monotonic() > deadline:
+            waiting = [name for name, row in (status.services if status else {}).items() if row.state != "ready"]
+            down(state)
+            raise DeadlineError(
+                f"not ready after {limit_s:.0f} s: {', '.join(waiting) or 'supervisor'}; logs in {state.logs}"
+            )
+        time.sleep(0.1)
