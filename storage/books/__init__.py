@@ -1,0 +1,1 @@
+"""The parts of the ledger, one idea each; use them through :class:`storage.ledger.Ledger`."""

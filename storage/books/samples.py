@@ -1,0 +1,230 @@
+"""Samples from their start to the end of their attempts: claim, finish, fail, release."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import sqlalchemy as sa
+
+from storage.books.database import Part
+from storage.books.records import ReleasedSample, SampleClaim, SampleKey, SampleRow, State
+from storage.books.runs import in_stream, lock_run, stream_row
+from storage.books.schema import attempts, samples, sessions, streams
+from storage.errors import ConfigError, FencedError, NotFoundError
+
+FAILABLE = (State.RUNNING, State.FINISHED, State.SCORED)
+_KEY = ("run", "stream", "ordinal", "sample")
+
+
+class Samples(Part):
+    """The first half of a sample's life: queued, running, finished."""
+
+    def claim_samples(self, run: str, stream: str, worker: str, limit: int) -> list[SampleClaim]:
+        """Start up to ``limit`` samples: retries first, then new ones in ordinal order, a group before the next.
+
+        Never lets more than ``target_in_flight`` run; nothing while paused or past ``admit_until``.
+        """
+        with self._db.write() as connection:
+            lock_run(connection, run)
+            admission = stream_row(connection, run, stream)
+            running = sa.select(sa.func.count()).where(in_stream(run, stream), samples.c.state == State.RUNNING)
+            free = min(limit, admission.target_in_flight - (connection.scalar(running) or 0))
+            if free <= 0 or admission.paused:
+                return []
+            claims = _start_queued(connection, run, stream, worker, free)
+            claims += _start_new(connection, admission, worker, free - len(claims))
+        return claims
+
+    def release_worker(self, run: str, stream: str, worker: str, *, max_attempts: int) -> list[ReleasedSample]:
+        """End the running attempts of a lost worker as infrastructure failures; its samples are queued again.
+
+        A sample whose ``max_attempts`` are used up ends ``failed(infra)``. Their sessions are closed.
+        """
+        with self._db.write() as connection:
+            lock_run(connection, run)
+            query = sa.select(samples).where(
+                in_stream(run, stream), samples.c.state == State.RUNNING, samples.c.worker == worker
+            )
+            rows = [row_of(row) for row in connection.execute(query.order_by(samples.c.ordinal, samples.c.sample))]
+            return [
+                ReleasedSample(
+                    row.key,
+                    row.attempt,
+                    row.session or session_of(connection, row.key, row.attempt),
+                    _end_attempt(connection, row, "infra", f"worker {worker} was lost", True, max_attempts),
+                )
+                for row in rows
+            ]
+
+    def finish_sample(
+        self,
+        key: SampleKey,
+        attempt: int,
+        *,
+        session: str,
+        prompt_tokens: int,
+        completion_tokens: int,
+        turns: int,
+        min_version: int | None,
+        max_version: int | None,
+        output: Any,
+    ) -> None:
+        """running -> finished, and the session is closed; a repeated call changes nothing.
+
+        ``min_version`` and ``max_version`` are over the tokens with a known weight version, None if there is none.
+
+        Raises:
+            FencedError: the attempt is not the one that runs.
+        """
+        with self._db.write() as connection:
+            lock_run(connection, key.run)
+            row = get_sample(connection, key)
+            if row.attempt == attempt and row.session == session and row.state is not State.RUNNING:
+                return
+            require(row, attempt, (State.RUNNING,), "finish")
+            counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "turns": turns}
+            versions = {"min_version": min_version, "max_version": max_version}
+            set_sample(connection, key, state=State.FINISHED, session=session, output=output, **counts, **versions)
+            _close_sessions(connection, key, attempt)
+
+    def fail_sample(
+        self, key: SampleKey, attempt: int, cause: str, detail: str, *, retry: bool, max_attempts: int
+    ) -> int | None:
+        """End an attempt that has no result. Returns the number of the next attempt, or None: the sample failed.
+
+        With ``retry`` the sample is queued again until ``max_attempts`` are used
+        up. The attempt's session is closed. A repeated call changes nothing.
+
+        Raises:
+            FencedError: the attempt is not the sample's last, or the sample is past being failed.
+        """
+        with self._db.write() as connection:
+            lock_run(connection, key.run)
+            row = get_sample(connection, key)
+            if row.attempt >= attempt and _ended_by(connection, key, attempt) == cause:
+                return attempt + 1 if row.attempt > attempt else None
+            require(row, attempt, FAILABLE, "fail")
+            return _end_attempt(connection, row, cause, detail, retry, max_attempts)
+
+    def sample(self, key: SampleKey) -> SampleRow:
+        """Raises NotFoundError if the sample was never started."""
+        with self._db.read() as connection:
+            return get_sample(connection, key)
+
+    def samples(self, run: str, stream: str, *, state: State | None = None) -> list[SampleRow]:
+        """Samples of a stream by (ordinal, sample)."""
+        query = sa.select(samples).where(in_stream(run, stream))
+        if state is not None:
+            query = query.where(samples.c.state == state)
+        with self._db.read() as connection:
+            rows = connection.execute(query.order_by(samples.c.ordinal, samples.c.sample)).all()
+        return [row_of(row) for row in rows]
+
+
+def at(key: SampleKey) -> sa.ColumnElement[bool]:
+    """Condition: this one sample."""
+    return in_stream(key.run, key.stream) & (samples.c.ordinal == key.ordinal) & (samples.c.sample == key.sample)
+
+
+def row_of(row: sa.Row[Any]) -> SampleRow:
+    """The public record of a row of ``samples``."""
+    values = dict(row._mapping)
+    values.pop("reward_worker")
+    values.pop("reward_until")
+    key = SampleKey(*(values.pop(name) for name in _KEY))
+    return SampleRow(key=key, state=State(values.pop("state")), **values)
+
+
+def get_sample(connection: sa.Connection, key: SampleKey) -> SampleRow:
+    """Raises NotFoundError if the sample was never started."""
+    row = connection.execute(sa.select(samples).where(at(key))).one_or_none()
+    if row is None:
+        raise NotFoundError(f"sample {key} was never started")
+    return row_of(row)
+
+
+def set_sample(connection: sa.Connection, key: SampleKey, **values: Any) -> None:
+    """Write columns of one sample."""
+    connection.execute(samples.update().where(at(key)).values(**values))
+
+
+def require(row: SampleRow, attempt: int, states: tuple[State, ...], verb: str) -> None:
+    """Raise FencedError unless the row is at ``attempt`` and in one of ``states``."""
+    if row.attempt != attempt:
+        raise FencedError(f"cannot {verb} attempt {attempt} of {row.key}: it is at attempt {row.attempt} now")
+    if row.state not in states:
+        raise FencedError(f"cannot {verb} {row.key} (attempt {attempt}): it is {row.state}{_cause(row)}")
+
+
+def session_of(connection: sa.Connection, key: SampleKey, attempt: int) -> str | None:
+    """Newest session made for an attempt, if any."""
+    return connection.scalar(sa.select(sessions.c.session).where(_of_attempt(key, attempt)).limit(1))
+
+
+def _cause(row: SampleRow) -> str:
+    return f" ({row.cause})" if row.cause else ""
+
+
+def _of_attempt(key: SampleKey, attempt: int) -> sa.ColumnElement[bool]:
+    here = (sessions.c.run == key.run) & (sessions.c.stream == key.stream) & (sessions.c.ordinal == key.ordinal)
+    return here & (sessions.c.sample == key.sample) & (sessions.c.attempt == attempt)
+
+
+def _close_sessions(connection: sa.Connection, key: SampleKey, attempt: int) -> None:
+    connection.execute(sessions.update().where(_of_attempt(key, attempt)).values(closed=True))
+
+
+def _start_queued(connection: sa.Connection, run: str, stream: str, worker: str, limit: int) -> list[SampleClaim]:
+    query = sa.select(samples.c.ordinal, samples.c.sample, samples.c.attempt).where(
+        in_stream(run, stream), samples.c.state == State.QUEUED
+    )
+    rows = connection.execute(query.order_by(samples.c.ordinal, samples.c.sample).limit(limit)).all()
+    claims = [SampleClaim(SampleKey(run, stream, row.ordinal, row.sample), row.attempt) for row in rows]
+    for claim in claims:
+        set_sample(connection, claim.key, state=State.RUNNING, worker=worker, session=None)
+    return claims
+
+
+def _start_new(connection: sa.Connection, admission: sa.Row[Any], worker: str, limit: int) -> list[SampleClaim]:
+    run, stream, per_task = admission.run, admission.stream, admission.samples_per_task
+    # Samples start in order, so their count is the position of the next one.
+    first = admission.produced
+    last = min(first + limit, admission.admit_until * per_task)
+    if last <= first:
+        return []
+    claims = [SampleClaim(SampleKey(run, stream, n // per_task, n % per_task), 1) for n in range(first, last)]
+    start = {"run": run, "stream": stream, "attempt": 1, "state": State.RUNNING, "worker": worker}
+    rows = [{**start, "ordinal": claim.key.ordinal, "sample": claim.key.sample} for claim in claims]
+    connection.execute(samples.insert(), rows)
+    here = (streams.c.run == run) & (streams.c.stream == stream)
+    connection.execute(streams.update().where(here).values(produced=last))
+    return claims
+
+
+def _ended_by(connection: sa.Connection, key: SampleKey, attempt: int) -> str | None:
+    here = (attempts.c.run == key.run) & (attempts.c.stream == key.stream) & (attempts.c.ordinal == key.ordinal)
+    here &= (attempts.c.sample == key.sample) & (attempts.c.attempt == attempt)
+    return connection.scalar(sa.select(attempts.c.cause).where(here))
+
+
+def _end_attempt(
+    connection: sa.Connection, row: SampleRow, cause: str, detail: str, retry: bool, max_attempts: int
+) -> int | None:
+    if max_attempts < 1:
+        raise ConfigError(f"max_attempts is {max_attempts}: must be at least 1")
+    key = row.key
+    session = row.session or session_of(connection, key, row.attempt)
+    ended = {"run": key.run, "stream": key.stream, "ordinal": key.ordinal, "sample": key.sample}
+    ended |= {"attempt": row.attempt, "cause": cause, "detail": detail, "worker": row.worker, "session": session}
+    connection.execute(attempts.insert().values(**ended, ended=time.time()))
+    _close_sessions(connection, key, row.attempt)
+    if retry and row.attempt < max_attempts:
+        fresh: dict[str, Any] = dict.fromkeys(
+            ("worker", "session", "prompt_tokens", "completion_tokens", "turns", "min_version", "max_version", "output")
+        )
+        fresh |= dict.fromkeys(("reward", "reward_worker", "reward_until"))
+        set_sample(connection, key, state=State.QUEUED, attempt=row.attempt + 1, **fresh)
+        return row.attempt + 1
+    set_sample(connection, key, state=State.FAILED, cause=cause, detail=detail, session=session)
+    return None

@@ -1,0 +1,86 @@
+"""The ledger: the one table of truth about where each sample of each run stands (I4).
+
+A sample goes queued -> running(attempt) -> finished -> scored -> grouped ->
+claimed(step, lineage) -> trained, or ends filtered(cause) or failed(cause)
+before it is claimed. Every method is one transaction; terminal states are
+terminal; a caller with a stale attempt, lineage or epoch gets
+:class:`~storage.errors.FencedError`; repeated commits change nothing. Methods
+are synchronous and thread-safe: call them from a thread, not from an event loop.
+Only proxy and control processes open it.
+"""
+
+from __future__ import annotations
+
+from storage.books.balance import Balance
+from storage.books.batches import Batches
+from storage.books.database import Database, Durability
+from storage.books.groups import Groups
+from storage.books.records import (
+    TRAIN,
+    Admission,
+    AuditEntry,
+    BatchClaim,
+    Books,
+    Checkpoint,
+    EvalResult,
+    GroupRef,
+    GroupRows,
+    Interval,
+    ManifestRef,
+    ReleasedSample,
+    RewoundStep,
+    Route,
+    RunInfo,
+    SampleClaim,
+    SampleKey,
+    SampleRow,
+    ScoreClaim,
+    SessionRecord,
+    State,
+    StepRecord,
+)
+from storage.books.runs import Runs
+from storage.books.samples import Samples
+from storage.books.sessions import Sessions
+
+__all__ = [
+    "TRAIN",
+    "Admission",
+    "AuditEntry",
+    "BatchClaim",
+    "Books",
+    "Checkpoint",
+    "EvalResult",
+    "GroupRef",
+    "GroupRows",
+    "Interval",
+    "Ledger",
+    "ManifestRef",
+    "ReleasedSample",
+    "RewoundStep",
+    "Route",
+    "RunInfo",
+    "SampleClaim",
+    "SampleKey",
+    "SampleRow",
+    "ScoreClaim",
+    "SessionRecord",
+    "State",
+    "StepRecord",
+]
+
+
+class Ledger(Runs, Samples, Groups, Batches, Sessions, Balance):
+    """All parts of the ledger over one database.
+
+    Args:
+        url: SQLAlchemy URL, e.g. ``sqlite:////var/lib/seamlessflow/ledger.db``; several processes may open it.
+        durability: what a commit survives, ``"process"`` (any crash of ours) or ``"power"`` (a power cut too).
+    """
+
+    def __init__(self, url: str, *, durability: Durability = "process") -> None:
+        super().__init__(Database(url, durability=durability))
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
