@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from workflows.spec import RunSpec, Tag
 
 Role = Literal["engine", "trainer"]
-Park = Literal["resident", "exit"]
 
 
 class Message(BaseModel):
@@ -93,7 +92,7 @@ class SetTags(Message):
 
 
 class PreemptNode(Message):
-    """Update ``preempt``: take the node's lease away; with ``hold`` the node stays free until ``set_tags`` or ``drain`` undo."""
+    """Update ``preempt``: take the node's lease away; with ``hold`` it stays free until ``set_tags`` or ``drain`` undo."""
 
     node: str
     reason: str = Field(min_length=1)
@@ -135,11 +134,10 @@ class LeaseRequest(Message):
 
 
 class WithdrawRequest(Message):
-    """Signal ``withdraw``: the request is over; its leases are revoked and park as ``park`` says."""
+    """Signal ``withdraw``: the request is over; its leases are revoked."""
 
     request_id: str
     reason: str
-    park: Park = "resident"
 
 
 class ReleaseLease(Message):
@@ -207,7 +205,6 @@ class Revoke(Message):
 
     reason: str
     deadline_s: float = 60.0
-    park: Park = "resident"
 
 
 class MemberLost(Message):
@@ -312,7 +309,7 @@ class StepInput(Message):
 
 
 class StepResult(Message):
-    """``trained``: ``checkpoint`` is committed. ``gang_lost``: the claimed batch must be replayed. ``stopped``: nothing claimed."""
+    """``trained``: ``checkpoint`` is committed. ``gang_lost``: replay the claimed batch. ``stopped``: told to stop."""
 
     outcome: Literal["trained", "gang_lost", "stopped"]
     step: int
@@ -501,7 +498,6 @@ class EngineTask(Message):
     node: str
     spec: RunSpec
     weights: WeightsRef
-    park: Park = "resident"
 
 
 class EngineHold(Message):
@@ -511,16 +507,6 @@ class EngineHold(Message):
     epoch: int
     node: str
     hold: bool
-
-
-class ParkMode(Message):
-    """Input of ``set_park``: how the members of a lease shall park when their supervisor is cancelled."""
-
-    run: str
-    node: str
-    role: Role
-    park: Park
-    deadline_s: float
 
 
 class GangProbe(Message):
@@ -554,7 +540,6 @@ class TrainerTask(Message):
     master_port: int
     checkpoint: CheckpointRef
     spec: RunSpec
-    park: Park = "resident"
 
 
 class TrainTask(Message):

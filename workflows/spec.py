@@ -7,6 +7,8 @@ here touches the world: whether paths exist is asked by ``seamlessflow check``.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -227,3 +229,8 @@ class RunSpec(Spec):
         if self.agent.kind != "single_turn" and not self.agent.target:
             raise ValueError(f"agent.target is needed for agent.kind {self.agent.kind!r}")
         return self
+
+    def digest(self) -> str:
+        """sha256 over the canonical JSON of the run file: two files with one digest ask for the same run."""
+        plain = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(plain.encode()).hexdigest()
