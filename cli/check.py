@@ -62,7 +62,7 @@ def _world(document: Document, spec: RunSpec | None) -> Found:
     model = _section(ModelSpec, data.get("model"))
     engine = _section(EngineSpec, data.get("engine", {}))
     nodes = _nodes(data.get("nodes"))
-    code = Path(str(data["code"])) if data.get("code") else document.base()
+    code = Path(str(data["code"]))
     if not code.is_dir():
         yield ("code",), f"{code} is no folder"
     if model:
@@ -102,10 +102,10 @@ def check_model(model: ModelSpec, engine: EngineSpec | None = None) -> Found:
         return
     names = config.get("architectures") or []
     if (engine is None or engine.kind == "embedded") and not ARCHITECTURES.intersection(names):
-        known = ", ".join(sorted(ARCHITECTURES))
+        name, known = ", ".join(names) or "unknown", ", ".join(sorted(ARCHITECTURES))
         yield (
             place,
-            f"architecture {', '.join(names) or 'unknown'} is not supported by the embedded engine; it runs {known}",
+            f"architecture {name} is not supported by the embedded engine; it runs {known}",
         )
     context = config.get("max_position_embeddings")
     if isinstance(context, int) and model.max_context > context:

@@ -37,7 +37,7 @@ def check_memory(spec: RunSpec) -> Iterator[tuple[Location, str]]:
 
 
 def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
-    """Bytes of the node's processes while its role that needs most is active; a trainer and an engine stay side by side."""
+    """Bytes of the node's processes; its engine stays resident beside its ranks."""
     weights = parameters * BYTES[spec.model.dtype]
     total = 0
     if "rollout" in node.tags:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from storage import seaweed
 from storage.errors import ConfigError
 from workers.cluster import CONTROL_QUEUE, STATE_VARIABLE, StateFolder, nodectl_queue, tag_queue
 from workflows.spec import NodeSpec
@@ -112,7 +111,7 @@ def temporal_retention_command(address: str, namespace: str) -> list[str]:
 
 def s3_service(state: StateFolder) -> Service:
     """SeaweedFS as the object store, loopback only, keys from ``secrets.json``."""
-    raise NotImplementedError(seaweed)
+    return _python("s3", state, Probe("s3", state.cluster().s3), "storage.seaweed")
 
 
 def node_service(state: StateFolder, node: NodeSpec) -> Service:
@@ -133,7 +132,8 @@ def program(name: str) -> str:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
     if found is None:
         raise ConfigError(
-            f"{name!r} is neither beside {sys.executable} nor on PATH: install `seamlessflow[local]`, or use docker-compose.yml"
+            f"{name!r} is neither beside {sys.executable} nor on PATH: install `seamlessflow[local]`, "
+            "or use docker-compose.yml"
         )
     return found
 

@@ -276,8 +276,8 @@ def _same_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> None:
     other = [node.id for node in nodes or () if have.get(node.id) != node]
     if other:
         raise ConfigError(
-            f"the cluster in {state.root} runs with other nodes ({', '.join(other)} differ): stop it with `seamlessflow down` "
-            "first, or use another --state folder"
+            f"the cluster in {state.root} runs with other nodes ({', '.join(other)} differ): "
+            "stop it with `seamlessflow down` first, or use another --state folder"
         )
 
 
@@ -320,9 +320,8 @@ def _wait_ready(
             reason = (status.error if status else "") or log_tail(state.logs / "supervisor.log")
             raise StackFailed(f"the cluster in {state.root} did not start: {reason}")
         if time.monotonic() > deadline:
-            waiting = [name for name, row in (status.services if status else {}).items() if row.state != "ready"]
+            rows = status.services if status else {}
+            waiting = ", ".join(name for name, row in rows.items() if row.state != "ready") or "supervisor"
             down(state)
-            raise DeadlineError(
-                f"not ready after {limit_s:.0f} s: {', '.join(waiting) or 'supervisor'}; logs in {state.logs}"
-            )
+            raise DeadlineError(f"not ready after {limit_s:.0f} s: {waiting}; logs in {state.logs}")
         time.sleep(0.1)

@@ -61,7 +61,7 @@ class Supervisor:
         self._tasks: list[tuple[Service, asyncio.Task[None]]] = []
 
     async def run(self) -> None:
-        """Start everything, keep it running, stop it. Raises :class:`ServiceFailed` if a service never becomes ready."""
+        """Start everything, keep it running, stop it. Raises :class:`ServiceFailed` if a service never gets ready."""
         self.status.write(self.state)
         try:
             await self._start_all()

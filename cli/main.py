@@ -1,0 +1,311 @@
+"""The `seamlessflow` command: one small function per verb; the work is done elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from pydantic import BaseModel
+
+from cli import stack
+from storage.errors import ConfigError, IntegrityError, SeamlessFlowError
+from workers.cluster import STATE_VARIABLE, StateFolder
+
+app = typer.Typer(
+    help="Reinforcement learning for LLM agents on Temporal.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+shards_app = typer.Typer(help="Look into trajectory shards.", no_args_is_help=True)
+app.add_typer(shards_app, name="shards")
+
+STATE_ROOT = Path(".seamlessflow")
+DEFAULT_STATE = STATE_ROOT / "local"
+
+StateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--state", help=f"State folder; default: ${STATE_VARIABLE}, else {DEFAULT_STATE}.", show_default=False
+    ),
+]
+RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
+RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False)]
+Why = Annotated[str, typer.Option("--why", help="Reason, kept in the audit table.")]
+Ports = Annotated[
+    list[str] | None, typer.Option("--port", help="Fixed port, e.g. --port ui=8233; also temporal, proxy, s3.")
+]
+Answer = TypeVar("Answer")
+
+
+@app.command()
+def up(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="Run file that names the nodes; default: those of the last time.")
+    ] = None,
+    state: StateOption = None,
+    port: Ports = None,
+) -> None:
+    """Start the cluster of this machine and wait until every service is ready."""
+    from cli.check import require_run
+
+    folder = _state(state, create=True)
+    nodes = require_run(run_file).nodes if run_file else None
+    stack.up(folder, nodes, ports=_ports(port), say=_say)
+    _say(f"Temporal UI: {folder.cluster().temporal_ui}")
+    _say(f"logs: {folder.logs}")
+
+
+@app.command()
+def down(state: StateOption = None) -> None:
+    """Stop the cluster, resident engines and trainer ranks included. Its state stays on disk."""
+    folder = _state(state)
+    _say(f"stopped {stack.down(folder)} processes; state kept in {folder.root}")
+
+
+@app.command()
+def status(
+    run: Annotated[str | None, typer.Argument(help="Only this run, in detail.")] = None,
+    state: StateOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show services, nodes and runs."""
+    from cli.overview import collect, render
+
+    view = _wait(collect(_state(state), run))
+    print(json.dumps(view, indent=2) if as_json else render(view))
+
+
+@app.command()
+def logs(
+    service: Annotated[str | None, typer.Argument(help="Name of a log; without it, all are listed.")] = None,
+    state: StateOption = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines from the end.")] = 50,
+) -> None:
+    """Show the end of a service's log."""
+    folder = _state(state).logs
+    names = sorted(path.name.removesuffix(".log") for path in folder.glob("*.log"))
+    if service is None:
+        for name in names:
+            print(folder / f"{name}.log")
+    elif service not in names:
+        raise ConfigError(f"no log {service!r} in {folder}; there are: {', '.join(names) or 'none'}")
+    else:
+        print(stack.log_tail(folder / f"{service}.log", lines))
+
+
+@app.command()
+def check(run_file: RunFile) -> None:
+    """Say all that is wrong with a run file, before anything starts."""
+    from cli.check import check_run
+
+    checked = check_run(run_file)
+    for problem in checked.problems:
+        print(problem.text(run_file))
+    if checked.problems:
+        raise typer.Exit(2)
+    print(f"{run_file}: good")
+
+
+@app.command()
+def start(run_file: RunFile, state: StateOption = None) -> None:
+    """Start a run on the running cluster, or find it running."""
+    from cli.check import require_run
+    from cli.runs import Runs
+
+    folder = _state(state)
+    spec = require_run(run_file)
+
+    async def begin() -> bool:
+        return await (await Runs.connect(folder.cluster())).start(spec)
+
+    started = _wait(begin())
+    _say(
+        f"run {spec.run} {'started' if started else 'exists already'}; look at it with `seamlessflow status {spec.run}`"
+    )
+
+
+@app.command()
+def demo(
+    run_file: RunFile,
+    state: StateOption = None,
+    build: Annotated[str | None, typer.Option(help="Module that makes model and tasks if they are missing.")] = None,
+    keep: Annotated[bool, typer.Option(help="Leave the cluster running at the end.")] = False,
+    time_limit: Annotated[float, typer.Option(help="Seconds until it gives up.")] = 3600.0,
+) -> None:
+    """Run a run file from nothing to the end; repeated after an interruption, go on. The last line is JSON."""
+    from cli.demo import DemoOptions, Interrupted
+    from cli.demo import demo as run_demo
+
+    folder = _state(state, create=True)
+    try:
+        figures = run_demo(DemoOptions(run_file, folder, build, keep, time_limit), _say)
+    except Interrupted as error:
+        _say(str(error))
+        raise typer.Exit(130) from None
+    _say(f"everything is kept: seamlessflow up --state {folder.root}, then status, logs, shards")
+    print(json.dumps(figures.line), flush=True)
+    if not figures.balanced:
+        raise IntegrityError("samples or tokens are unaccounted for: `seamlessflow audit` tells which")
+
+
+@app.command()
+def pause(
+    run: RunName,
+    state: StateOption = None,
+    now: Annotated[bool, typer.Option(help="Cut running sessions; they continue after resume.")] = False,
+    give_back: Annotated[bool, typer.Option(help="Give the nodes back meanwhile.")] = False,
+    why: Why = "",
+) -> None:
+    """Pause a run."""
+    from cli.runs import actor
+    from workflows.messages import Pause
+
+    _tell(state, run, "pause", Pause(mode="now" if now else "drain", give_back=give_back, actor=actor(), why=why))
+
+
+@app.command()
+def resume(run: RunName, state: StateOption = None, why: Why = "") -> None:
+    """Go on with a paused run."""
+    from cli.runs import actor
+    from workflows.messages import Command
+
+    _tell(state, run, "resume", Command(actor=actor(), why=why))
+
+
+@app.command()
+def checkpoint(run: RunName, state: StateOption = None, why: Why = "") -> None:
+    """Say where the newest checkpoint is, once the current step has committed it."""
+    from cli.runs import actor
+    from workflows.messages import Command
+
+    _tell(state, run, "checkpoint_now", Command(actor=actor(), why=why))
+
+
+@app.command()
+def stop(
+    run: RunName,
+    state: StateOption = None,
+    now: Annotated[bool, typer.Option(help="End at once; without it, finish the step and evaluate.")] = False,
+    why: Why = "",
+) -> None:
+    """End a run before its last step."""
+    from cli.runs import actor
+    from workflows.messages import Stop
+
+    _tell(state, run, "stop", Stop(mode="now" if now else "drain", actor=actor(), why=why))
+
+
+@app.command()
+def preempt(
+    node: Annotated[str, typer.Argument(help="Id of the node.", show_default=False)],
+    state: StateOption = None,
+    hold: Annotated[bool, typer.Option(help="Keep the node free until it is drained or re-tagged.")] = False,
+    why: Why = "",
+) -> None:
+    """Take a node away from what holds it now."""
+    from cli.runs import Runs, actor
+    from workflows.messages import PreemptNode
+
+    message = PreemptNode(node=node, reason=why or f"asked by {actor()}", hold=hold)
+
+    async def tell() -> Any:
+        return await (await Runs.connect(_state(state).cluster())).tell_pool("preempt", message)
+
+    _show(_wait(tell()))
+
+
+@shards_app.command("list")
+def shards_list(run: RunName, state: StateOption = None) -> None:
+    """List the shards of a run."""
+    from cli.shards import list_shards
+
+    for key in list_shards(_state(state), run):
+        print(key)
+
+
+@shards_app.command("show")
+def shards_show(
+    key: Annotated[str, typer.Argument(help="Key of the shard.", show_default=False)], state: StateOption = None
+) -> None:
+    """Show a shard's sessions and prefix tree."""
+    from cli.shards import show_shard
+
+    print(show_shard(_state(state), key))
+
+
+@app.command()
+def audit(run: RunName, state: StateOption = None) -> None:
+    """Compare a run's journal, shards and books; exit code 1 if anything is unaccounted for."""
+    from cli.demo import control_client
+
+    folder = _state(state)
+
+    async def ask() -> dict[str, Any]:
+        async with control_client(folder) as client:
+            return {"books": (await client.run_status(run))["books"], **await client.audit(run)}
+
+    answer = _wait(ask())
+    _show(answer)
+    if not answer["books"]["balanced"] or answer["tokens_lost"] or answer["mismatches"]:
+        raise typer.Exit(1)
+
+
+def main() -> NoReturn:
+    """Entry point: errors raised on purpose are shown without a trace; exit code 2 for a wrong configuration."""
+    try:
+        app(standalone_mode=True)
+    except SeamlessFlowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0)
+
+
+def _state(given: Path | None, *, create: bool = False) -> StateFolder:
+    """The state folder asked for; :class:`ConfigError` names those that exist if it does not."""
+    path = given or Path(os.environ.get(STATE_VARIABLE) or DEFAULT_STATE)
+    if not create and not (path / "cluster.json").is_file():
+        others = sorted(str(found.parent) for found in STATE_ROOT.glob("*/cluster.json"))
+        hint = f"; there is: {', '.join(f'--state {other}' for other in others)}" if others else ""
+        raise ConfigError(f"{path} holds no cluster: start one with `seamlessflow up run.yaml`{hint}")
+    return StateFolder(path.resolve())
+
+
+def _ports(given: list[str] | None) -> dict[str, int]:
+    ports = {}
+    for item in given or []:
+        name, _, port = item.partition("=")
+        if not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--port {item!r} is not of the form name=number, as in ui=8233")
+        ports[name] = int(port)
+    return ports
+
+
+def _tell(state: Path | None, run: str, update: str, message: BaseModel) -> None:
+    from cli.runs import Runs
+
+    async def tell() -> Any:
+        return await (await Runs.connect(_state(state).cluster())).tell(run, update, message)
+
+    _show(_wait(tell()))
+
+
+def _wait(work: Coroutine[Any, Any, Answer]) -> Answer:
+    return asyncio.run(work)
+
+
+def _show(answer: Any) -> None:
+    print(answer if isinstance(answer, str) else json.dumps(answer, indent=2, default=str))
+
+
+def _say(line: str) -> None:
+    """Progress goes to standard error: standard output carries results only."""
+    print(line, file=sys.stderr, flush=True)

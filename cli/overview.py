@@ -1,0 +1,94 @@
+"""`seamlessflow status`: services, nodes and runs of one cluster, as data and as text."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cli import stack
+from cli.demo import Watcher
+from cli.runs import Runs
+from storage.errors import SeamlessFlowError
+from workers.cluster import StateFolder
+
+
+async def collect(state: StateFolder, run: str | None) -> dict[str, Any]:
+    """Everything that answers; ``trouble`` lists what does not."""
+    trouble: list[str] = []
+    supervisor = stack.StackStatus.read(state)
+    up = stack.running(state)
+    view: dict[str, Any] = {
+        "state": str(state.root),
+        "supervisor": (supervisor.phase if supervisor else "starting") if up else "not running",
+        "temporal_ui": state.cluster().temporal_ui,
+        "services": {name: row.model_dump(mode="json") for name, row in supervisor.services.items()}
+        if supervisor
+        else {},
+        "nodes": [],
+        "runs": [],
+        "trouble": trouble,
+    }
+    if not up:
+        return view
+    try:
+        runs = await Runs.connect(state.cluster(), deadline_s=10.0)
+        view["nodes"] = [node.model_dump(mode="json") for node in (await runs.pool_status()).nodes]
+    except SeamlessFlowError as error:
+        trouble.append(str(error))
+    try:
+        runs = await Runs.connect(state.cluster(), deadline_s=10.0)
+        rows = [row for row in await runs.list() if run in (None, row.run)]
+    except SeamlessFlowError as error:
+        trouble.append(str(error))
+        rows = []
+    for row in rows:
+        now, _ = await Watcher(state, row.run).look()
+        rewards = [step.reward for step in now.rows if step.reward is not None]
+        view["runs"].append(
+            {
+                "run": row.run,
+                "state": row.state,
+                "phase": now.phase,
+                "step": now.step,
+                "steps": now.steps,
+                "reward": rewards[-1] if rewards else None,
+                "tokens_per_s": now.tokens_per_s,
+                "waiting_for": now.waiting_for,
+                "evaluations": [{"version": version, "reward": reward} for version, reward in now.evaluations],
+                "trouble": now.trouble,
+            }
+        )
+    return view
+
+
+def render(view: dict[str, Any]) -> str:
+    """The view as tables."""
+    console = Console(file=io.StringIO(), width=120)
+    console.print(f"{view['state']}: supervisor {view['supervisor']}, Temporal UI {view['temporal_ui']}")
+    services = Table("service", "state", "pid", "restarts", "last exit", box=None)
+    for name, row in view["services"].items():
+        pid = str(row["process"]["pid"]) if row["process"] else ""
+        services.add_row(name, row["state"], pid, str(row["restarts"]), row["last_exit"])
+    console.print(services)
+    if view["nodes"]:
+        nodes = Table("node", "tags", "health", "activity", "lease", box=None)
+        for row in view["nodes"]:
+            nodes.add_row(row["node"], ",".join(row["tags"]), row["health"], row["activity"], row["lease"] or "")
+        console.print(nodes)
+    if view["runs"]:
+        runs = Table("run", "state", "phase", "step", "reward", "tokens/s", "waits for", box=None)
+        for row in view["runs"]:
+            reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
+            step = f"{row['step']}/{row['steps']}"
+            runs.add_row(
+                row["run"], row["state"], row["phase"], step, reward, f"{row['tokens_per_s']:.0f}", row["waiting_for"]
+            )
+        console.print(runs)
+    for line in [*view["trouble"], *(row["trouble"] for row in view["runs"] if row["trouble"])]:
+        console.print(line)
+    file = console.file
+    assert isinstance(file, io.StringIO)  # noqa: S101  # made above
+    return file.getvalue().rstrip()
