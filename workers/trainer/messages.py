@@ -50,8 +50,8 @@ class UpdateMetrics(Message):
     """Mean of |trainer - engine| log-prob."""
     logprob_gap_max: float
     """Largest |trainer - engine| log-prob."""
-    logprob_mean: float
-    """Mean trainer log-prob of the sampled tokens; its negative estimates the entropy."""
+    entropy: float
+    """Mean entropy of the trainer's next-token distribution, in nats, at the sampling temperature."""
     advantage_abs_mean: float
     """Mean |advantage| per trained token."""
     tokens: int

@@ -1,0 +1,71 @@
+"""What a training back end must do. One implementation ships: DeepSpeed.
+
+All methods but ``rank`` and ``world_size`` are collective: every rank of the gang calls them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.trainer.batching import MicroBatch
+from workers.trainer.objective import Objective, StepSums
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step gives."""
+
+    sums: StepSums
+    """Over all ranks."""
+    grad_norm: float
+    """Global, before clipping."""
+
+
+class TrainingBackend(Protocol):
+    """A process group that holds one model and its optimizer state."""
+
+    rank: int
+    world_size: int
+
+    def initialize(self) -> None:
+        """Meet the other ranks and load the initial model."""
+
+    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
+        """One optimizer step on the gradient of the summed loss of all micro-batches of all ranks."""
+
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
+        """Log-probs of the trained tokens under the weights held now; nothing changes."""
+
+    def save(self, folder: Path) -> None:
+        """Write model and optimizer state into ``folder``; each rank writes its part."""
+
+    def load(self, folder: Path) -> None:
+        """Take over what :meth:`save` wrote, with the same world size."""
+
+    def publish(self, folder: Path) -> None:
+        """Rank 0 writes the model into ``folder`` as Hugging Face files in the run's dtype."""
+
+    def park(self) -> None:
+        """The devices go to another role; state stays."""
+
+    def unpark(self) -> None:
+        """The devices are back."""
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, in rank order, on every rank."""
+        ...
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group."""

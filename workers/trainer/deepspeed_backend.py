@@ -1,0 +1,189 @@
+"""DeepSpeed (ZeRO 0 to 2) on CPU (gloo) or GPU (nccl): the first training back end.
+
+Importing this module imports torch, transformers and deepspeed (about four seconds).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from storage.errors import ConfigError, GangLost
+from workers.trainer.backend import StepOutcome
+from workers.trainer.batching import MicroBatch
+from workers.trainer.launch import Launch
+from workers.trainer.objective import Objective, StepSums, token_logprobs
+from workers.trainer.publish import write_model
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find out by itself
+
+import deepspeed
+import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM
+
+# DeepSpeed compiles this op at every initialize if it calls itself compatible: minutes, a C++ compiler, and a lock
+# file that makes all later starts hang if the compiling process is killed. Only its inference code uses the op.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+T = TypeVar("T")
+_TAG = "state"
+
+
+class DeepSpeedBackend:
+    """One rank."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self._launch = launch
+        self._spec = launch.spec
+        self._engine: Any = None
+        self._device = torch.device("cpu")
+
+    def initialize(self) -> None:
+        """Raises :class:`ConfigError` if the model cannot be read, :class:`GangLost` if the ranks do not meet."""
+        torch.manual_seed(self._spec.seed)
+        torch.use_deterministic_algorithms(True)
+        get_accelerator().set_device(self._launch.local_rank)
+        self._device = torch.device(get_accelerator().current_device_name())
+        self._meet()
+        model = self._model()
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=self._spec.trainer.learning_rate,
+            betas=self._spec.trainer.betas,
+            weight_decay=self._spec.trainer.weight_decay,
+        )
+        self._engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config())
+        # No dropout: the log-probs of the forward pass that trains must be those of the policy that sampled.
+        self._engine.eval()
+
+    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
+        sums = StepSums()
+        for batch in batches:
+            loss, part = objective(self._logits(batch), batch)
+            sums.add(part)
+            # DeepSpeed averages gradients over ranks; the weights in the loss already normalise over all of them.
+            self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        self._engine.step()
+        total = StepSums()
+        for part in self.gather(sums):
+            total.add(part)
+        return StepOutcome(total, self._grad_norm())
+
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
+        with torch.no_grad():
+            return [
+                token_logprobs(self._logits(batch), self._tensor(batch.target_N), temperature)[0].cpu().numpy()
+                for batch in batches
+            ]
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        if path is None:
+            raise ConfigError(f"{folder} holds no DeepSpeed checkpoint for a gang of {self.world_size} ranks")
+
+    def publish(self, folder: Path) -> None:
+        if self.rank == 0:
+            write_model(self._engine.module, Path(self._spec.model.path), folder)
+
+    def park(self) -> None:
+        """Nothing to do: on a CPU a rank that waits for its next request uses no device."""
+
+    def unpark(self) -> None:
+        """Nothing to do, see :meth:`park`."""
+
+    def gather(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        if self.world_size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0)
+        result: T = values[0]
+        return result
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _meet(self) -> None:
+        launch = self._launch
+        # DeepSpeed reads its place in the gang from these, and looks for MPI if they are missing.
+        os.environ.update(
+            RANK=str(launch.rank),
+            WORLD_SIZE=str(launch.world_size),
+            LOCAL_RANK=str(launch.local_rank),
+            MASTER_ADDR=launch.master_addr,
+            MASTER_PORT=str(launch.master_port),
+        )
+        try:
+            dist.init_process_group(
+                get_accelerator().communication_backend_name(),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=datetime.timedelta(seconds=max(launch.start_limit_s, self._spec.trainer.step_time_limit_s)),
+            )
+        except RuntimeError as error:
+            raise GangLost(
+                f"rank {launch.rank} of {launch.world_size} did not meet the others at "
+                f"{launch.master_addr}:{launch.master_port}: {error}"
+            ) from error
+
+    def _model(self) -> Any:
+        path = self._spec.model.path
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(f"model.path {path}: no config.json there; it must be a Hugging Face model directory")
+        dtype = getattr(torch, self._spec.model.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model.config.use_cache = False  # a KV cache would keep every layer's keys and values for nothing
+        return model.to(self._device)
+
+    def _config(self) -> dict[str, Any]:
+        trainer = self._spec.trainer
+        bf16 = self._spec.model.dtype == "bfloat16"
+        return {
+            "train_micro_batch_size_per_gpu": trainer.micro_batch,
+            "gradient_accumulation_steps": 1,
+            # The number of micro-batches changes from step to step: step() is the boundary, not a count.
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": trainer.grad_clip,
+            "bf16": {"enabled": bf16},
+            "zero_optimization": {"stage": trainer.zero_stage},
+            # The client optimizer is plain torch: DeepSpeed's own would be compiled at start.
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": None,
+        }
+
+    def _logits(self, batch: MicroBatch) -> Tensor:
+        """Of the trained tokens only: the vocabulary projection of a prompt is computed for nothing. Shape (N, V)."""
+        output = self._engine(input_ids=self._tensor(batch.ids_RT), logits_to_keep=self._tensor(batch.positions_K))
+        logits_NV: Tensor = output.logits[self._tensor(batch.row_N), self._tensor(batch.position_N)]
+        return logits_NV
+
+    def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _grad_norm(self) -> float:
+        norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else 0.0

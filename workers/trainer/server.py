@@ -1,0 +1,186 @@
+"""The control port of one rank: answers at any time, while torch works in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from storage.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    FencedError,
+    GangLost,
+    InvalidRequest,
+    SeamlessFlowError,
+    TrainerError,
+)
+from workers.trainer.launch import Launch
+from workers.trainer.messages import ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from workers.trainer.trainer import Trainer  # imports torch
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ControlServer:
+    """Serialises updates, joins repeated ones, refuses old epochs.
+
+    ``make_trainer`` imports torch and runs in the working thread, so that the port listens before that is done.
+    """
+
+    def __init__(self, launch: Launch, make_trainer: Callable[[], Trainer]) -> None:
+        self._launch = launch
+        self._make_trainer = make_trainer
+        self._trainer: Trainer | None = None
+        self._epoch = launch.epoch
+        self._last_error: str | None = None
+        self._lost = False
+        self._running: tuple[UpdateRequest, asyncio.Task[UpdateResult]] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._stopped = asyncio.Event()
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[self._edge])
+        application.router.add_get("/status", self._get_status)
+        application.router.add_post("/update", self._post_update)
+        application.router.add_post("/shutdown", self._post_shutdown)
+        return application
+
+    async def start_trainer(self) -> None:
+        """Load the model; a failure is kept for ``/status``."""
+        try:
+            self._trainer = await self._work(self._start)
+        except Exception as error:  # noqa: BLE001  # whatever made the start fail must be seen from outside
+            self._fail(error)
+
+    def stop(self) -> None:
+        """End :meth:`wait_stopped`."""
+        self._stopped.set()
+
+    async def wait_stopped(self) -> None:
+        await self._stopped.wait()
+
+    def status(self) -> TrainerStatus:
+        progress = self._trainer.progress if self._trainer is not None else Progress()
+        phase = "failed" if self._lost else "stopping" if self._stopped.is_set() else progress.phase
+        return TrainerStatus(
+            rank=self._launch.rank,
+            world_size=self._launch.world_size,
+            pid=os.getpid(),
+            phase=phase,
+            step=progress.step,
+            version=progress.version,
+            lineage=progress.lineage,
+            epoch=self._epoch,
+            last_error=self._last_error,
+        )
+
+    async def update(self, request: UpdateRequest) -> UpdateResult:
+        """Run an update, or join the one that runs. See :meth:`Trainer.update` for what it raises."""
+        self._admit(request)
+        if self._running is None:
+            # A task of its own: a caller that goes away must not cut a collective operation short.
+            task = asyncio.create_task(self._train(request))
+            self._running = (request, task)
+        else:
+            running, task = self._running
+            if _identity(running) != _identity(request):
+                raise TrainerError(
+                    f"step {request.step} of lineage {request.lineage} cannot start: "
+                    f"step {running.step} of lineage {running.lineage} is in work"
+                )
+        return await asyncio.shield(task)
+
+    def _admit(self, request: UpdateRequest) -> None:
+        if request.epoch < self._epoch:
+            raise FencedError(f"epoch {request.epoch} is out of date: this trainer has seen epoch {self._epoch}")
+        self._epoch = request.epoch
+        if self._lost:
+            raise GangLost(f"this trainer has failed and must be restarted: {self._last_error}")
+        if self._trainer is None:
+            raise TrainerError("the trainer is still starting: wait for phase ready")
+
+    async def _train(self, request: UpdateRequest) -> UpdateResult:
+        assert self._trainer is not None  # noqa: S101  # _admit has checked it
+        trainer = self._trainer
+        try:
+            result = await self._work(lambda: trainer.update(request))
+        except SeamlessFlowError as error:
+            if isinstance(error, GangLost):
+                self._fail(error)
+            self._last_error = f"{type(error).__name__}: {error}"
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise GangLost(f"update of step {request.step} failed: {self._last_error}") from error
+        finally:
+            self._running = None
+        self._last_error = None
+        return result
+
+    def _start(self) -> Trainer:
+        trainer = self._make_trainer()
+        trainer.start()
+        return trainer
+
+    async def _work(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _fail(self, error: BaseException) -> None:
+        _log.error("trainer rank %d failed", self._launch.rank, exc_info=error)
+        self._lost = True
+        self._last_error = f"{type(error).__name__}: {error}"
+
+    @web.middleware
+    async def _edge(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        expected = f"Bearer {self._launch.token}".encode()
+        try:
+            if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+                raise AuthenticationFailed("the control port of a trainer needs the bearer token of its launch file")
+            return await handler(request)
+        except SeamlessFlowError as error:
+            body = ErrorBody(error=type(error).__name__, message=str(error))
+            return web.json_response(body.model_dump(), status=_http_status(error))
+
+    async def _get_status(self, _: web.Request) -> web.Response:
+        return web.json_response(self.status().model_dump())
+
+    async def _post_update(self, request: web.Request) -> web.Response:
+        try:
+            update = UpdateRequest.model_validate_json(await request.text())
+        except ValidationError as error:
+            raise InvalidRequest(f"update request: {error}") from error
+        result = await self.update(update)
+        return web.json_response(result.model_dump())
+
+    async def _post_shutdown(self, _: web.Request) -> web.Response:
+        self.stop()
+        return web.json_response(self.status().model_dump())
+
+
+def _identity(request: UpdateRequest) -> tuple[int, int, str]:
+    return (request.lineage, request.step, request.manifest_digest)
+
+
+def _http_status(error: SeamlessFlowError) -> int:
+    match error:
+        case AuthenticationFailed():
+            return 401
+        case FencedError():
+            return 409
+        case InvalidRequest() | ConfigError():
+            return 400
+        case _:
+            return 500

@@ -1,0 +1,290 @@
+"""One rank's work, without network and threads: start from a checkpoint, run updates, commit them.
+
+An update is *read batch, train, save, seal the checkpoint, publish the weights*. It is committed when its checkpoint
+has its final name; weights are always published from a committed checkpoint, so a rank that is killed in between
+publishes the same bytes after its restart. A committed update is never trained again: asked once more, the trainer
+returns what was committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from storage.errors import (
+    ConfigError,
+    FencedError,
+    GangLost,
+    IntegrityError,
+    SeamlessFlowError,
+    StorageError,
+)
+from storage.weights import WeightsRef, WeightsStore
+from workers.trainer.backend import StepOutcome, TrainingBackend
+from workers.trainer.batch import Batch
+from workers.trainer.batching import plan
+from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
+from workers.trainer.launch import Launch
+from workers.trainer.messages import UpdateMetrics, UpdateRequest, UpdateResult
+from workers.trainer.objective import Objective, StepSums
+from workers.trainer.progress import Progress
+
+T = TypeVar("T")
+
+
+class BatchReader(Protocol):
+    """Gives the batch of a request; see :func:`workers.trainer.batch.read_batch`."""
+
+    def __call__(self, request: UpdateRequest) -> Batch: ...
+
+
+class Trainer:
+    """Holds the model of one rank. Methods are called from one thread, on all ranks in the same order."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        backend: TrainingBackend,
+        read: BatchReader,
+        checkpoints: CheckpointFolder,
+        weights: WeightsStore,
+    ) -> None:
+        self._launch = launch
+        self._spec = launch.spec
+        self._backend = backend
+        self._read = read
+        self._checkpoints = checkpoints
+        self._weights = weights
+        self._held: Sealed | None = None
+        self._results: dict[tuple[int, int], tuple[str, UpdateResult]] = {}
+        self.progress = Progress()
+
+    def start(self) -> None:
+        """Meet the gang and load the initial model or the launch file's checkpoint."""
+        self._backend.initialize()
+        if self._launch.checkpoint is not None:
+            self._restore(open_checkpoint(self._launch.checkpoint), self._launch.checkpoint_digest)
+        self.progress.phase = "ready"
+
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Train one step, or return its committed result.
+
+        Raises :class:`FencedError` if the trainer holds another version than the step starts from,
+        :class:`StorageError` or :class:`IntegrityError` if the batch cannot be read (nothing has changed then), and
+        :class:`GangLost` if anything fails later: the gang must restart from its checkpoint.
+        """
+        known = self._results.get((request.lineage, request.step))
+        if known is not None:
+            manifest_digest, result = known
+            _same_manifest(request, manifest_digest)
+            return result
+        started = time.monotonic()
+        committed = self._on_rank_0("look for a committed result", lambda: self._committed(request))
+        if committed is None:
+            batch = self._prepare(request)
+            committed = self._irrevocably("train and save", lambda: self._train(request, batch, started))
+        elif self.progress.version == request.step:
+            self._irrevocably("load the committed result", lambda: self._restore(committed, None))
+        result = self._irrevocably("publish weights", lambda: self._result(committed))
+        self._results[request.lineage, request.step] = (request.manifest_digest, result)
+        self.progress.phase = "ready"
+        return result
+
+    def _committed(self, request: UpdateRequest) -> Sealed | None:
+        """The step's checkpoint, if an earlier attempt sealed it. Checks that the request can be served at all."""
+        found = self._checkpoints.find(request.lineage, request.step)
+        if found is not None and self.progress.version in (request.step, request.step + 1):
+            _same_manifest(request, found.state.manifest_digest)
+            if self.progress.version == request.step and found.state.parent != self._parent():
+                raise IntegrityError(
+                    f"checkpoint {found.path} continues another state than the one held (version {request.step}): "
+                    "replay the step under a new lineage"
+                )
+            return found
+        if request.step != self.progress.version:
+            raise FencedError(
+                f"step {request.step} starts from weight version {request.step}, but the trainer holds version "
+                f"{self.progress.version}: restart the gang from the checkpoint of version {request.step}"
+            )
+        return None
+
+    def _prepare(self, request: UpdateRequest) -> Batch:
+        self.progress.phase, self.progress.step = "loading", request.step
+        try:
+            return self._everywhere("read the batch", lambda: self._read(request))
+        except SeamlessFlowError:
+            self.progress.phase = "ready"
+            raise
+
+    def _train(self, request: UpdateRequest, batch: Batch, started: float) -> Sealed:
+        self.progress.phase = "training"
+        training = time.monotonic()
+        outcome = self._optimize(batch)
+        trained = time.monotonic()
+        self.progress.phase = "saving"
+        temporary = self._on_rank_0("make room for a checkpoint", lambda: self._begin(request))
+        self._everywhere("save", lambda: self._backend.save(temporary))
+        metrics = _metrics(
+            batch, outcome, request.step, seconds=time.monotonic() - started, seconds_training=trained - training
+        )
+        state = TrainerState(
+            run=self._spec.run,
+            lineage=request.lineage,
+            step=request.step,
+            version=request.step + 1,
+            seed=self._spec.seed,
+            world_size=self._launch.world_size,
+            manifest_digest=request.manifest_digest,
+            parent=self._parent(),
+            metrics=metrics,
+        )
+        sealed = self._on_rank_0("seal the checkpoint", lambda: self._checkpoints.seal(temporary, state))
+        self._hold(sealed)
+        return sealed
+
+    def _optimize(self, batch: Batch) -> StepOutcome | None:
+        """None if no token of the batch can be trained: the version advances, the weights stay."""
+        if not batch.rows:
+            return None
+        micro_batches = plan(
+            batch.rows,
+            rank=self._launch.rank,
+            ranks=self._launch.world_size,
+            micro_batch=self._spec.trainer.micro_batch,
+        )
+        return self._backend.update(micro_batches, Objective(self._spec.algorithm, batch.temperature))
+
+    def _begin(self, request: UpdateRequest) -> Path:
+        if self._held is not None:
+            self._checkpoints.collect(self._held, self._spec.trainer.keep_checkpoints)
+        return self._checkpoints.begin(request.lineage, request.step)
+
+    def _result(self, committed: Sealed) -> UpdateResult:
+        weights = self._on_rank_0("publish weights", lambda: self._publish(committed.state.version))
+        return UpdateResult(
+            lineage=committed.state.lineage,
+            step=committed.state.step,
+            version=committed.state.version,
+            checkpoint_path=str(committed.path),
+            checkpoint_digest=committed.digest,
+            weights_path=str(weights.path),
+            weights_digest=weights.digest,
+            metrics=committed.state.metrics,
+        )
+
+    def _publish(self, version: int) -> WeightsRef:
+        """On rank 0. Written anew even if an earlier attempt has: what is published under a version may be of an
+        older lineage, and equal weights stay as they are.
+        """
+        temporary = self._weights.begin(version)
+        self._backend.publish(temporary)
+        return self._weights.commit(version, temporary)
+
+    def _restore(self, checkpoint: Sealed, digest: str | None) -> None:
+        self._on_rank_0("verify the checkpoint", lambda: _check(checkpoint, digest, self._launch))
+        self._everywhere("load the checkpoint", lambda: self._backend.load(checkpoint.path))
+        self._hold(checkpoint)
+
+    def _hold(self, checkpoint: Sealed) -> None:
+        self._held = checkpoint
+        self.progress.version = checkpoint.state.version
+        self.progress.lineage = checkpoint.state.lineage
+        self.progress.step = checkpoint.state.version
+
+    def _parent(self) -> str:
+        return "" if self._held is None else self._held.digest
+
+    def _irrevocably(self, what: str, work: Callable[[], T]) -> T:
+        """Work after which the ranks' states may differ if it fails."""
+        try:
+            return work()
+        except Exception as error:
+            self.progress.phase = "failed"
+            self._backend.close()  # closes the connections: ranks that wait for this one see that it is gone
+            if isinstance(error, GangLost):
+                raise
+            raise GangLost(
+                f"{what} failed on rank {self._launch.rank} ({type(error).__name__}: {error}): "
+                "restart the gang from its last checkpoint"
+            ) from error
+
+    def _everywhere(self, what: str, work: Callable[[], T]) -> T:
+        """Run on each rank; if it fails on one, it raises on all, so that none waits for another."""
+        value, failure = _attempt(work)
+        failures = [f for f in self._backend.gather(failure) if f is not None]
+        if failures:
+            raise _join(what, failures)
+        return value  # type: ignore[return-value]  # no failure, so the value is what work returned
+
+    def _on_rank_0(self, what: str, work: Callable[[], T]) -> T:
+        """Run on rank 0; all ranks get its value or its error."""
+        outcome = _attempt(work) if self._launch.rank == 0 else (None, None)
+        value, failure = self._backend.broadcast(outcome)
+        if failure is not None:
+            raise _join(what, [failure])
+        return value  # type: ignore[return-value]  # no failure, so the value is what work returned
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, SeamlessFlowError | None]:
+    """The value, or the error in a form that can be sent to other ranks."""
+    try:
+        return work(), None
+    except SeamlessFlowError as error:
+        return None, type(error)(str(error))
+    except OSError as error:
+        return None, StorageError(f"{type(error).__name__}: {error}")
+
+
+def _join(what: str, failures: list[SeamlessFlowError]) -> SeamlessFlowError:
+    return type(failures[0])(f"cannot {what}: {failures[0]}")
+
+
+def _same_manifest(request: UpdateRequest, digest: str) -> None:
+    if digest != request.manifest_digest:
+        raise IntegrityError(
+            f"step {request.step} of lineage {request.lineage} was trained on manifest {digest[:12]}, "
+            f"but {request.manifest_digest[:12]} is asked for: use a new lineage"
+        )
+
+
+def _check(checkpoint: Sealed, digest: str | None, launch: Launch) -> None:
+    if digest is not None and digest != checkpoint.digest:
+        raise IntegrityError(f"checkpoint {checkpoint.path} has digest {checkpoint.digest}, expected {digest}")
+    if checkpoint.state.run != launch.spec.run:
+        raise ConfigError(f"checkpoint {checkpoint.path} is of run {checkpoint.state.run}, not {launch.spec.run}")
+    if checkpoint.state.world_size != launch.world_size:
+        raise ConfigError(
+            f"checkpoint {checkpoint.path} was saved by {checkpoint.state.world_size} ranks and cannot be loaded by "
+            f"{launch.world_size}: start the gang with the same number"
+        )
+    verify(checkpoint)
+
+
+def _metrics(
+    batch: Batch, outcome: StepOutcome | None, step: int, *, seconds: float, seconds_training: float
+) -> UpdateMetrics:
+    sums = outcome.sums if outcome is not None else StepSums()
+    staleness = step - batch.versions()
+    return UpdateMetrics(
+        loss=sums.loss,
+        grad_norm=outcome.grad_norm if outcome is not None else 0.0,
+        clip_fraction=sums.mean("clipped"),
+        ratio_max=sums.ratio_max,
+        importance_mean=sums.mean("importance"),
+        logprob_gap_mean=sums.mean("gap"),
+        logprob_gap_max=sums.gap_max,
+        entropy=sums.mean("entropy"),
+        advantage_abs_mean=sums.mean("advantage_abs"),
+        tokens=int(sums.tokens),
+        tokens_masked=batch.masked,
+        rows=len(batch.rows),
+        tokens_computed=sum(len(row.row.ids) for row in batch.rows),
+        groups=batch.groups,
+        optimizer_steps=0 if outcome is None else 1,
+        staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
+        staleness_max=int(staleness.max()) if len(staleness) else 0,
+        seconds=seconds,
+        seconds_training=seconds_training,
+    )
