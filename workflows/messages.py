@@ -92,7 +92,7 @@ class SetTags(Message):
 
 
 class PreemptNode(Message):
-    """Update ``preempt``: take the node's lease away; with ``hold`` it stays free until ``set_tags`` or ``drain`` undo."""
+    """Update ``preempt``: take the node's lease away; with ``hold`` it stays free until ``set_tags`` or drain undo."""
 
     node: str
     reason: str = Field(min_length=1)
@@ -522,7 +522,10 @@ class GangView(Message):
     node: str
     gang: str | None
     ranks: int
+    host: str = "127.0.0.1"
+    """Where the other members reach this node."""
     free_port: int
+    """A port for the rendezvous, should this node lead."""
 
 
 class TrainerTask(Message):

@@ -225,12 +225,17 @@ class RunSpec(Spec):
             if not any(tag in node.tags for node in self.nodes):
                 raise ValueError(f"nodes: no node has the tag {tag!r}: a run needs at least one")
         if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
-            raise ValueError("trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1")
+            raise ValueError(
+                "trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1"
+            )
         if self.agent.kind != "single_turn" and not self.agent.target:
             raise ValueError(f"agent.target is needed for agent.kind {self.agent.kind!r}")
         return self
 
     def digest(self) -> str:
         """sha256 over the canonical JSON of the run file: two files with one digest ask for the same run."""
-        plain = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        data = self.model_dump(mode="json")
+        for node in data["nodes"]:
+            node["tags"] = sorted(node["tags"])  # a set has no order of its own
+        plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(plain.encode()).hexdigest()

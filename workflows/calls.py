@@ -1,0 +1,203 @@
+"""How workflows call activities and each other: names, time limits and retry policies in one place.
+
+Activities are called by name, so that no workflow imports what an activity
+needs. Infrastructure failures are retried without limit; errors that another
+try cannot cure are listed in :data:`PERMANENT`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from temporalio import workflow
+from temporalio.common import RetryPolicy, SearchAttributeKey
+from temporalio.exceptions import ActivityError, ApplicationError, FailureError
+from temporalio.workflow import ActivityCancellationType, ActivityHandle, ExternalWorkflowHandle
+
+from workflows.messages import LeaseEvent
+
+T = TypeVar("T")
+
+CONTROL_QUEUE = "sf-control"
+AGENT_QUEUE = "sf-tag-agent"
+REWARD_QUEUE = "sf-tag-reward"
+
+SF_RUN = SearchAttributeKey.for_keyword("SfRun")
+SF_STEP = SearchAttributeKey.for_int("SfStep")
+SF_PHASE = SearchAttributeKey.for_keyword("SfPhase")
+SF_TAGS = SearchAttributeKey.for_keyword_list("SfTags")
+SF_NODE = SearchAttributeKey.for_keyword("SfNode")
+
+PERMANENT = [
+    "ConfigError",
+    "FencedError",
+    "IntegrityError",
+    "NotFoundError",
+    "GangLost",
+    "TrainerError",
+    "NoUsableGroups",
+]
+HEARTBEAT = timedelta(seconds=20)
+"""Crash detection of a supervisor, and the longest outage of the server that it does not notice."""
+FOREVER = timedelta(days=30)
+CONTINUE_AS_NEW_EVENTS = 1500
+
+_RETRY = RetryPolicy(
+    initial_interval=timedelta(milliseconds=100),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=10),
+    non_retryable_error_types=PERMANENT,
+)
+
+
+def node_queue(node: str) -> str:
+    """Task queue for the work of a lease member on ``node``."""
+    return f"sf-node-{node}"
+
+
+def nodectl_queue(node: str) -> str:
+    """Task queue for short control work on ``node``."""
+    return f"sf-nodectl-{node}"
+
+
+def run_id(run: str) -> str:
+    return f"run/{run}"
+
+
+def step_id(run: str, lineage: int, step: int) -> str:
+    return f"run/{run}/step/{lineage}.{step}"
+
+
+def data_id(run: str) -> str:
+    return f"run/{run}/data"
+
+
+def evaluation_id(run: str, version: int) -> str:
+    return f"run/{run}/eval/{version}"
+
+
+def lease_id(lease: str, epoch: int) -> str:
+    return f"lease/{lease}/{epoch}"
+
+
+def pool_id(cluster: str) -> str:
+    return f"pool/{cluster}"
+
+
+def supervise(name: str, arg: Any, *, node: str, summary: str) -> ActivityHandle[None]:
+    """Start a long supervising activity on ``node``; cancelling it waits until the member is parked."""
+    return workflow.start_activity(
+        name,
+        arg,
+        task_queue=node_queue(node),
+        result_type=type(None),
+        start_to_close_timeout=FOREVER,
+        schedule_to_start_timeout=timedelta(seconds=60),
+        heartbeat_timeout=HEARTBEAT,
+        retry_policy=_RETRY,
+        cancellation_type=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+        summary=summary,
+    )
+
+
+def on_node(
+    name: str, arg: Any, result: type[T], *, queue: str, limit_s: float, summary: str, attempts: int = 0
+) -> ActivityHandle[T]:
+    """Start bounded work on a node; a cancel does not wait for it."""
+    return workflow.start_activity(
+        name,
+        arg,
+        task_queue=queue,
+        result_type=result,
+        start_to_close_timeout=timedelta(seconds=limit_s),
+        schedule_to_start_timeout=timedelta(seconds=60),
+        heartbeat_timeout=HEARTBEAT,
+        retry_policy=RetryPolicy(
+            initial_interval=timedelta(milliseconds=100),
+            maximum_interval=timedelta(seconds=10),
+            maximum_attempts=attempts,
+            non_retryable_error_types=PERMANENT,
+        ),
+        cancellation_type=ActivityCancellationType.TRY_CANCEL,
+        summary=summary,
+    )
+
+
+def on_control(
+    name: str, arg: Any, result: type[T], *, summary: str, limit: timedelta = timedelta(minutes=10)
+) -> ActivityHandle[T]:
+    """Start an activity of the control worker (ledger, object store)."""
+    return workflow.start_activity(
+        name,
+        arg,
+        task_queue=CONTROL_QUEUE,
+        result_type=result,
+        start_to_close_timeout=limit,
+        heartbeat_timeout=HEARTBEAT,
+        retry_policy=_RETRY,
+        cancellation_type=ActivityCancellationType.TRY_CANCEL,
+        summary=summary,
+    )
+
+
+async def locally(name: str, arg: Any, result: type[T], *, summary: str) -> T:
+    """Run a short idempotent activity inside the control worker (about 4 ms)."""
+    answer: T = await workflow.execute_local_activity(
+        name,
+        arg,
+        result_type=result,
+        start_to_close_timeout=timedelta(seconds=30),
+        retry_policy=RetryPolicy(
+            initial_interval=timedelta(milliseconds=50),
+            maximum_interval=timedelta(seconds=2),
+            non_retryable_error_types=PERMANENT,
+        ),
+        summary=summary,
+    )
+    return answer
+
+
+async def tell(workflow_id: str, signal: str, arg: Any) -> bool:
+    """Signal another workflow; False if it does not exist any more."""
+    handle: ExternalWorkflowHandle[Any] = workflow.get_external_workflow_handle(workflow_id)
+    try:
+        await handle.signal(signal, arg)
+    except FailureError as error:
+        workflow.logger.info("signal %s to %s was not delivered: %s", signal, workflow_id, error)
+        return False
+    return True
+
+
+_SIGNAL_OF = {
+    "granted": "granted",
+    "ready": "lease_report",
+    "down": "lease_report",
+    "revoked": "revoked",
+    "lost": "lease_lost",
+}
+
+
+async def tell_owner(owner: str, event: LeaseEvent) -> bool:
+    """Send a lease event to the lease's owner, under the signal name of its state."""
+    return await tell(owner, _SIGNAL_OF[event.state], event)
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost message of a failure, as a user should read it."""
+    seen: BaseException = error
+    while isinstance(seen, FailureError) and seen.cause is not None:
+        seen = seen.cause
+    if isinstance(seen, ApplicationError) and seen.type:
+        return f"{seen.type}: {seen.message}"
+    return f"{type(seen).__name__}: {seen}"
+
+
+def is_activity_failure(error: BaseException) -> bool:
+    return isinstance(error, ActivityError)
+
+
+def must_continue_as_new() -> bool:
+    """Whether a workflow at a safe point should start a new generation of itself."""
+    info = workflow.info()
+    return info.is_continue_as_new_suggested() or info.get_current_history_length() > CONTINUE_AS_NEW_EVENTS
