@@ -36,7 +36,7 @@ class Balance(Part):
             trained=by_state[State.TRAINED].total(),
             filtered=dict(by_state[State.FILTERED]),
             failed=dict(by_state[State.FAILED]),
-            pending={s: by_state[s].total() for s in State if s not in TERMINAL and by_state[s]},
+            pending={s.value: by_state[s].total() for s in State if s not in TERMINAL and by_state[s]},
             problems=tuple(problems),
         )
 
