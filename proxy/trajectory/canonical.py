@@ -1,0 +1,97 @@
+"""Canonical messages: what two requests must agree on to be the same conversation.
+
+Clients re-serialise history freely: ``null`` for empty content, parts arrays
+for strings, new tool-call ids, extra keys. The canonical form drops what means
+nothing to the model and keeps what a chat template can render. It is used both
+to match a request against recorded turns and to render it, so two requests
+with equal canonical forms have equal prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of an assistant message; ``arguments`` is the text the model wrote, normally a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. ``content`` is text; missing, ``null`` and ``""`` are all ``""``.
+
+    Example: ``Message("assistant", tool_calls=(ToolCall("add", '{"a":7,"b":41}'),))``.
+    """
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: tool-call arguments as objects where they are JSON objects."""
+        data: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name:
+            data["name"] = self.name
+        if self.reasoning:
+            data["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            data["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": parsed_arguments(call.arguments)}}
+                for call in self.tool_calls
+            ]
+        return data
+
+    def digest_input(self) -> bytes:
+        """Bytes that are equal for equal canonical messages."""
+        calls = [[call.name, parsed_arguments(call.arguments)] for call in self.tool_calls]
+        fields = [self.role, self.content, self.reasoning, calls, self.name]
+        return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the journal; :meth:`from_json` is the inverse."""
+        data: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            data["reasoning"] = self.reasoning
+        if self.tool_calls:
+            data["tool_calls"] = [[call.name, call.arguments] for call in self.tool_calls]
+        if self.name:
+            data["name"] = self.name
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Message:
+        calls = tuple(ToolCall(name, arguments) for name, arguments in data.get("tool_calls", ()))
+        return cls(data["role"], data["content"], data.get("reasoning", ""), calls, data.get("name", ""))
+
+
+def parsed_arguments(text: str) -> Any:
+    """The JSON object in ``text``; ``{}`` for no text; ``text`` itself if it is no JSON object."""
+    if not text.strip():
+        return {}
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def tools_digest(tools: Iterable[dict[str, Any]] | None) -> bytes:
+    """Start of a conversation's digest chain: other tools make another conversation."""
+    data = orjson.dumps(list(tools or ()), option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def extend_digest(digest: bytes, message: Message) -> bytes:
+    """Digest of a conversation from that of its prefix: O(message), not O(conversation)."""
+    return hashlib.blake2b(digest + message.digest_input(), digest_size=16).digest()

@@ -1,0 +1,82 @@
+"""From ids to text as they come: never half a character, and the parts add up to the text of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Detokenizer:
+    """Decodes one generation incrementally; the ids are never changed.
+
+    A token's text may depend on the token before it (leading spaces, bytes of
+    one character), so new text is the difference between two decodings that
+    share a short prefix of tokens already shown.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._prefix = 0
+        self._shown = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Text that became certain with ``ids``; empty while a character is incomplete."""
+        self._ids.extend(ids)
+        before = self._decode(self._ids[self._prefix : self._shown])
+        after = self._decode(self._ids[self._prefix :])
+        if len(after) <= len(before) or after.endswith(_INCOMPLETE):
+            return ""
+        self._prefix, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """Rest at the end of the generation; an incomplete character becomes one U+FFFD."""
+        before = self._decode(self._ids[self._prefix : self._shown])
+        after = self._decode(self._ids[self._prefix :])
+        self._prefix = self._shown = len(self._ids)
+        rest = after[len(before) :]
+        stripped = rest.rstrip(_INCOMPLETE)
+        return rest if stripped == rest else stripped + _INCOMPLETE
+
+
+class StopScanner:
+    """Finds stop strings in text that comes in parts, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Text that may be shown. Once :attr:`matched` is set there is no more."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
+        if found:
+            at, self.matched = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        shown, self._held = self._held, ""
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
