@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from storage.books.database import Part
-from storage.books.groups import end_group
+from storage.books.groups import STALE, ZERO_VARIANCE, end_group
 from storage.books.records import TRAIN, BatchClaim, Checkpoint, GroupRef, ManifestRef, RewoundStep, State
 from storage.books.runs import lock_run
 from storage.books.schema import batches, checkpoints, groups, runs, samples
@@ -57,7 +57,7 @@ class Batches(Part):
             waiting = _waiting_groups(connection, run)
             stale = [row for row in waiting if row.start_version is None or row.start_version < min_version]
             for row in stale:
-                end_group(connection, run, TRAIN, row.ordinal, "stale", lineage=lineage, step=step)
+                end_group(connection, run, TRAIN, row.ordinal, STALE, lineage=lineage, step=step)
             fresh = [row for row in waiting if row not in stale][:groups]
             if len(fresh) < (1 if take_partial else groups):
                 return None
@@ -206,14 +206,14 @@ def _claim(
     rewards = [reward for row in fresh for reward in row.rewards]
     dropped = [row for row in fresh if drop_zero_variance and len(set(row.rewards)) == 1]
     for row in dropped:
-        end_group(connection, run, TRAIN, row.ordinal, "zero_variance", lineage=lineage, step=step)
+        end_group(connection, run, TRAIN, row.ordinal, ZERO_VARIANCE, lineage=lineage, step=step)
     taken = [row.ordinal for row in fresh if row not in dropped]
     for table in (samples, groups):
         here = (table.c.run == run) & (table.c.stream == TRAIN) & table.c.ordinal.in_(taken)
         change = {"state": State.CLAIMED, "lineage": lineage, "step": step}
         connection.execute(table.update().where(here, table.c.state == State.GROUPED).values(**change))
     stale = sa.select(sa.func.count()).select_from(groups)
-    stale = stale.where(_of_step(groups, run, lineage, step), groups.c.cause == "stale")
+    stale = stale.where(_of_step(groups, run, lineage, step), groups.c.cause == STALE)
     values = {"run": run, "lineage": lineage, "step": step, "state": State.CLAIMED, "zero_variance": len(dropped)}
     statistics = {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards)}
     connection.execute(batches.insert().values(**values, **statistics, stale=connection.scalar(stale)))

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from storage.books.database import Part
 from storage.books.records import (
+    PENDING,
     TERMINAL,
     TRAIN,
     EvalResult,
@@ -24,11 +25,17 @@ from storage.books.records import (
 )
 from storage.books.runs import in_stream, lock_run, stream_row
 from storage.books.samples import get_sample, require, row_of, set_sample
-from storage.books.schema import groups, samples
+from storage.books.schema import groups, samples, sessions, streams
 from storage.errors import FencedError, IntegrityError, RewardError
 
 EVALUATION = "evaluation"
 """Cause with which scored evaluation samples end."""
+
+ZERO_VARIANCE = "zero_variance"
+"""Cause with which groups end whose rewards are all equal: they teach nothing."""
+
+STALE = "stale"
+"""Cause with which groups end that were started with weights too old for the step."""
 
 
 class Groups(Part):
@@ -124,6 +131,35 @@ class Groups(Part):
             query = query.where(groups.c.start_version >= min_version)
         with self._db.read() as connection:
             return int(connection.scalar(query) or 0)
+
+    def ended_groups(self, run: str) -> int:
+        """Training groups that ended without counting towards any step: each needs another task in its place.
+
+        Groups that were dropped for zero variance counted.
+        """
+        dropped = sa.and_(samples.c.state == State.FILTERED, samples.c.cause == ZERO_VARIANCE)
+        counted = sa.case((sa.or_(samples.c.state.not_in([State.FILTERED, State.FAILED]), dropped), 1), else_=0)
+        with self._db.read() as connection:
+            per_task = stream_row(connection, run, TRAIN).samples_per_task
+            ended = sa.select(samples.c.ordinal).where(in_stream(run, TRAIN)).group_by(samples.c.ordinal)
+            ended = ended.having(sa.func.count() == per_task, sa.func.sum(counted) == 0)
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(ended.subquery())) or 0)
+
+    def end_run(self, run: str, cause: str = "run_ended") -> int:
+        """End every sample of all streams that no step has claimed as filtered(cause); returns how many.
+
+        Nothing starts any more, and the run's sessions are closed.
+        """
+        waiting = [state for state in PENDING if state is not State.CLAIMED]
+        end = {"state": State.FILTERED, "cause": cause}
+        with self._db.write() as connection:
+            lock_run(connection, run)
+            connection.execute(streams.update().where(streams.c.run == run).values(paused=True))
+            connection.execute(sessions.update().where(sessions.c.run == run).values(closed=True))
+            grouped = (groups.c.run == run) & (groups.c.state == State.GROUPED)
+            connection.execute(groups.update().where(grouped).values(end))
+            mine = samples.update().where(samples.c.run == run, samples.c.state.in_(waiting))
+            return connection.execute(mine.values(end)).rowcount
 
     def finish_evaluation(self, run: str, stream: str) -> EvalResult | None:
         """scored -> filtered(evaluation) once every admitted sample has ended; None: some are still on their way.
