@@ -213,11 +213,10 @@ async def figures(state: StateFolder, spec: RunSpec, runs: Runs, seconds: float)
     async with control_client(state) as client:
         control = await client.run_status(spec.run)
         audit = await client.audit(spec.run)
-    return {
+    model = Path(spec.model.path)
+    line = {
         "bench": spec.run,
-        "model": Path(spec.model.path).name
-        if Path(spec.model.path).name != "model"
-        else Path(spec.model.path).parent.name,
+        "model": model.parent.name if model.name == "model" else model.name,
         "reward_before": result.reward_before,
         "reward_after": result.reward_after,
         "steps": result.steps,

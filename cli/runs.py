@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import hashlib
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,7 +69,7 @@ class Runs:
 
         Raises :class:`ConfigError` if a run of this name exists with another run file.
         """
-        digest = spec_digest(spec)
+        digest = spec.digest()
         try:
             await self._call(
                 "start of the run",
@@ -162,11 +161,6 @@ class Runs:
 def run_id(run: str) -> str:
     """Workflow id of a run."""
     return f"run/{run}"
-
-
-def spec_digest(spec: RunSpec) -> str:
-    """Digest by which a run file is known to be the same."""
-    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
 
 
 def actor() -> str:

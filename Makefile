@@ -1,0 +1,54 @@
+# Everything starts here: `make demo`, `make demo-tiny`, `make test`. Needs Python 3.11 to 3.13 and make, nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+STATE ?= .seamlessflow
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOCKS := requirements/torch.lock requirements/dev.lock
+
+.PHONY: setup demo demo-tiny test lint format lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train SmolLM2-135M to use a calculator (15 minutes on two cores)"
+	@echo "make demo-tiny  the same with a model of 0.13 M parameters (5 minutes)"
+	@echo "make test       lint, types and tests"
+	@echo "make setup      only make the virtual environment"
+	@echo "make lock       write the lock files anew"
+	@echo "make clean      stop the demos and remove their state"
+
+setup: $(READY)
+
+# Repeated only when a lock file changed. PYTHON may be any of the supported versions.
+$(READY): $(LOCKS) pyproject.toml requirements/install.sh
+	PYTHON=$(PYTHON) requirements/install.sh $(VENV)
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/seamlessflow demo examples/demo.yaml --build examples.models.smollm2 --state $(STATE)/demo
+
+demo-tiny: $(READY)
+	@$(BIN)/seamlessflow demo examples/demo-tiny.yaml --build examples.models.tiny --state $(STATE)/demo-tiny
+
+test: lint
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# pip-tools is no part of the environment; LOCK_TOOL names its pip-compile.
+lock:
+	requirements/lock.sh
+
+clean:
+	@for state in $(STATE)/*/; do \
+	  if [ -f "$$state/cluster.json" ]; then $(BIN)/seamlessflow down --state "$$state"; fi; \
+	done
+	rm -rf $(STATE)
