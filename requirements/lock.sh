@@ -23,6 +23,6 @@ lock() { # role, further options
 }
 
 lock dev "$@"
-for role in proxy control trainer local; do
+for role in proxy control trainer agents local; do
     lock "$role" --constraint requirements/dev.lock "$@"
 done
