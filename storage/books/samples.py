@@ -80,7 +80,7 @@ class Samples(Part):
         with self._db.write() as connection:
             lock_run(connection, key.run)
             row = get_sample(connection, key)
-            if row.attempt == attempt and row.session == session and row.state is not State.RUNNING:
+            if (row.attempt, row.session) == (attempt, session) and row.turns is not None:
                 return
             require(row, attempt, (State.RUNNING,), "finish")
             counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "turns": turns}

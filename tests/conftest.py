@@ -1,0 +1,28 @@
+"""Fixtures that every part's tests may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.objects import ObjectStore
+from storage.seaweed import Weed
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+    """A real S3 server on free loopback ports, shared by the whole session: use keys of your own in it."""
+    folder: Path = tmp_path_factory.mktemp("weed")
+    with Weed(folder, "test-access", "test-secret-of-some-length", log=folder / "weed.log") as server:
+        server.wait_ready("tests")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def object_store(weed: Weed) -> Iterator[ObjectStore]:
+    """The bucket ``tests`` of the session's S3 server."""
+    store = weed.store("tests", deadline_s=30.0)
+    yield store
+    store.close()
