@@ -158,11 +158,11 @@ async def locally(name: str, arg: Any, result: type[T], *, summary: str) -> T:
     return answer
 
 
-async def tell(workflow_id: str, signal: str, arg: Any) -> bool:
+async def tell(workflow_id: str, signal: str, *args: Any) -> bool:
     """Signal another workflow; False if it does not exist any more."""
     handle: ExternalWorkflowHandle[Any] = workflow.get_external_workflow_handle(workflow_id)
     try:
-        await handle.signal(signal, arg)
+        await handle.signal(signal, args=args)
     except FailureError as error:
         workflow.logger.info("signal %s to %s was not delivered: %s", signal, workflow_id, error)
         return False

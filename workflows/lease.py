@@ -376,7 +376,7 @@ class _TrainerRole:
         task = lease.task
         views = await self._probe()
         newest = await calls.locally("latest_checkpoint", task.run, CheckpointRef, summary="newest checkpoint")
-        plan = plan_gang(f"{task.lease}/{task.epoch}", {n.id: n.ranks for n in task.spec.nodes}, views)
+        plan = plan_gang(f"{task.lease}/{task.epoch}", {n.id: n.ranks for n in task.spec.nodes}, views, newest.version)
         lease.set_phase(f"{'attaching to' if plan.attached else 'starting'} gang {plan.gang}")
         for member in task.members:
             lease.supervisors[member] = calls.supervise(

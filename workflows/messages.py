@@ -330,11 +330,14 @@ class StepStatus(Message):
 
 
 class EvaluationInput(Message):
-    """Input of ``Evaluation``."""
+    """Input of ``Evaluation`` and its activities."""
 
-    run: str
+    spec: RunSpec
     version: int
-    samples: int
+
+    @property
+    def run(self) -> str:
+        return self.spec.run
 
 
 class EvaluationOutcome(Message):
@@ -361,21 +364,27 @@ class EngineView(Message):
 class RunState(Message):
     """What ``TrainingRun`` carries through continue-as-new."""
 
+    model_config = ConfigDict(extra="forbid", frozen=False)
+
+    opened: bool = False
+    """Whether there is something to close when the run ends."""
     started: bool = False
     lineage: int = 0
     step: int = 0
     phase: str = "starting"
     checkpoint: CheckpointRef | None = None
-    engines: dict[str, EngineView] = {}
+    engines: dict[str, EngineView] = Field(default_factory=dict)
     replay: tuple[ManifestRef, ...] = ()
     paused: Pause | None = None
     stopping: Stop | None = None
     engines_wanted: bool = False
-    generation: int = 0
-    """Grows with each engine request of this run (give back, resume)."""
+    engine_request: str = ""
+    """Id of the standing request for engines; a new one after each give-back."""
     evaluations: tuple[EvaluationOutcome, ...] = ()
-    last_metrics: dict[str, float] = {}
+    last_metrics: dict[str, float] = Field(default_factory=dict)
     last_failure: str = ""
+    losses: int = 0
+    """Times the trainer gang was lost since the last committed step."""
 
 
 class RunStatus(Message):
@@ -429,6 +438,22 @@ class AdmissionInput(Message):
     admit_until: int
     target_in_flight: int
     samples_per_task: int
+    paused: bool
+
+
+class AdmissionRate(Message):
+    """Input of ``set_rate``: sessions kept running in a stream; the rest of its admission stays."""
+
+    run: str
+    stream: str
+    target_in_flight: int
+
+
+class AdmissionPause(Message):
+    """Input of ``pause_admission``: nothing new starts while True."""
+
+    run: str
+    stream: str
     paused: bool
 
 
@@ -522,6 +547,8 @@ class GangView(Message):
     node: str
     gang: str | None
     ranks: int
+    version: int | None = None
+    """Weight version that all of them hold."""
     host: str = "127.0.0.1"
     """Where the other members reach this node."""
     free_port: int
@@ -566,6 +593,40 @@ class TrainOutcome(Message):
     end: float
     checkpoint: CheckpointRef | None
     metrics: dict[str, float]
+
+
+class Wake(Message):
+    """Signal ``wake``: something the run waits for may have changed; ``what`` names it, the ledger has the facts."""
+
+    what: Literal["data_stopped", "data_failed", "look"] = "look"
+    detail: str = ""
+
+
+class StreamRate(Message):
+    """Signal ``rate`` of the data stream: sessions kept running."""
+
+    target_in_flight: int = Field(ge=1)
+
+
+class StepPause(Message):
+    """Signal ``pause`` of a step: claim nothing while True."""
+
+    paused: bool
+
+
+class DataInput(Message):
+    """Input of ``DataStream``."""
+
+    run: str
+    owner: str
+    target_in_flight: int
+
+
+class NodeRun(Message):
+    """Input of ``end_residency``: processes of ``run`` on ``node`` end."""
+
+    run: str
+    node: str
 
 
 class EndRun(Message):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 from temporalio.workflow import ParentClosePolicy
@@ -50,10 +50,10 @@ class PoolState(Message):
 
     model_config = ConfigDict(extra="forbid", frozen=False)
 
-    pool: Pool = Pool()
-    specs: dict[str, RunSpec] = {}
+    pool: Pool = Field(default_factory=Pool)
+    specs: dict[str, RunSpec] = Field(default_factory=dict)
     """Run files of the runs that have requests or leases."""
-    outbox: list[Grant | pools.Revoke | Fence] = []
+    outbox: list[Grant | pools.Revoke | Fence] = Field(default_factory=list)
 
 
 @workflow.defn(name="ResourcePool", failure_exception_types=[ApplicationError])

@@ -198,6 +198,8 @@ class RunSpec(Spec):
 
     run: Name
     """Name of the run; also its workflow id, ``run/<run>``."""
+    cluster: Name = "local"
+    """Cluster whose pool of nodes the run uses."""
     seed: int = Field(default=0, ge=0)
     """Seeds data order, sampling and training."""
     code: str | None = None

@@ -20,6 +20,9 @@ class MemberView(Protocol):
     def ranks(self) -> int: ...
 
     @property
+    def version(self) -> int | None: ...
+
+    @property
     def host(self) -> str: ...
 
     @property
@@ -39,14 +42,16 @@ class GangPlan:
     master_port: int
 
 
-def plan_gang(name: str, ranks: Mapping[str, int], views: Sequence[MemberView]) -> GangPlan:
-    """Keep the gang that lives on all members with all its ranks, else lay out a new one called ``name``.
+def plan_gang(name: str, ranks: Mapping[str, int], views: Sequence[MemberView], version: int) -> GangPlan:
+    """Keep the gang that lives on all members with all ranks at ``version``, else lay out a new one called ``name``.
 
-    A gang is one process group: with one rank missing, all of it starts again.
+    A gang is one process group: with one rank missing, or one that holds other
+    weights than the newest checkpoint, all of it starts again.
     """
     counts = {view.node: ranks[view.node] for view in views}
     living = {view.gang for view in views}
-    whole = len(living) == 1 and None not in living and all(view.ranks == counts[view.node] for view in views)
+    complete = all(view.ranks == counts[view.node] and view.version == version for view in views)
+    whole = complete and len(living) == 1 and None not in living
     first: dict[str, int] = {}
     total = 0
     for view in views:

@@ -1,0 +1,277 @@
+"""Activities on the ledger and the object store; they run in the control worker.
+
+Every one is idempotent: it commits its result under a key of its own and a
+re-run returns what was committed. Waiting ones heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from pathlib import Path
+
+from temporalio import activity
+
+from activities.beat import beating
+from activities.claiming import ClaimWait
+from proxy.client import ControlClient
+from storage.errors import ConfigError, NotFoundError
+from storage.ledger import TRAIN, Checkpoint, Ledger, RewoundStep
+from storage.manifests import Manifest, write_manifest
+from storage.objects import ObjectStore
+from storage.weights import folder_digest
+from workflows.messages import (
+    AdmissionInput,
+    AdmissionPause,
+    AdmissionRate,
+    AuditEntry,
+    BooksView,
+    CheckpointRef,
+    ClaimInput,
+    ClaimResult,
+    CommitInput,
+    EndRun,
+    EvaluationInput,
+    EvaluationOutcome,
+    ManifestRef,
+    RewindInput,
+    RunStart,
+    WeightsRef,
+)
+from workflows.spec import RunSpec
+
+POLL_S = 0.1
+
+
+class LedgerActivities:
+    """Holds the control worker's ledger, object store and client of the proxy."""
+
+    def __init__(self, ledger: Ledger, store: ObjectStore, proxy: ControlClient) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._proxy = proxy
+
+    # Run
+
+    @activity.defn(name="prepare_run")
+    async def prepare_run(self, spec: RunSpec) -> RunStart:
+        """Open a run, or find where an earlier execution of it stopped: its unfinished claims will be replayed."""
+        await beating(self._proxy.create_run(spec.run, spec.model_dump(mode="json"), spec.digest()))
+        await asyncio.to_thread(self._ledger.set_run_state, spec.run, "running")
+        lineage = (await asyncio.to_thread(self._ledger.run_info, spec.run)).lineage
+        if await asyncio.to_thread(self._is_new, spec.run):
+            return RunStart(lineage=lineage, step=0, checkpoint=await self._checkpoint(spec.run), replay=())
+        return await self.rewind(RewindInput(run=spec.run, from_lineage=lineage))
+
+    @activity.defn(name="rewind")
+    async def rewind(self, task: RewindInput) -> RunStart:
+        """Give a lineage up; what it claimed but did not train is replayed in order under the next one."""
+        steps = await asyncio.to_thread(self._ledger.rewind, task.run, task.from_lineage)
+        checkpoint = await self._checkpoint(task.run)
+        return RunStart(
+            lineage=task.from_lineage + 1,
+            step=checkpoint.version,
+            checkpoint=checkpoint,
+            replay=tuple(_replay(step) for step in steps if step.manifest_key),
+        )
+
+    @activity.defn(name="finish_run")
+    async def finish_run(self, task: EndRun) -> BooksView:
+        """Samples that no step claimed end as ``filtered(run_ended)``; returns the books."""
+        await asyncio.to_thread(self._ledger.end_run, task.run, "run_ended")
+        await asyncio.to_thread(self._ledger.set_run_state, task.run, task.state, stopped=True)
+        books = await asyncio.to_thread(self._ledger.books, task.run)
+        if books.problems:
+            activity.logger.error("books of run %s do not balance: %s", task.run, "; ".join(books.problems))
+        return BooksView(balanced=books.balanced, produced=books.produced, trained=books.trained)
+
+    @activity.defn(name="record_command")
+    async def record_command(self, entry: AuditEntry) -> None:
+        """Who commanded what, and why."""
+        await asyncio.to_thread(
+            self._ledger.audit, entry.actor, entry.what, entry.why, {"run": entry.run, **entry.data}
+        )
+
+    # Admission
+
+    @activity.defn(name="set_admission")
+    async def set_admission(self, task: AdmissionInput) -> None:
+        """Say what may start; groups that ended without entering a batch are replaced by as many more."""
+        ended = await asyncio.to_thread(self._ended, task.run, task.stream)
+        await asyncio.to_thread(
+            self._ledger.set_admission,
+            task.run,
+            task.stream,
+            admit_until=task.admit_until + ended,
+            target_in_flight=task.target_in_flight,
+            samples_per_task=task.samples_per_task,
+            paused=task.paused,
+        )
+
+    @activity.defn(name="pause_admission")
+    async def pause_admission(self, task: AdmissionPause) -> None:
+        """Start nothing new, or go on; the rest of the admission stays."""
+        await asyncio.to_thread(self._change_admission, task.run, task.stream, paused=task.paused)
+
+    @activity.defn(name="set_rate")
+    async def set_rate(self, task: AdmissionRate) -> None:
+        """Change how many sessions are kept running; the rest of the admission stays."""
+        await asyncio.to_thread(self._change_admission, task.run, task.stream, target_in_flight=task.target_in_flight)
+
+    # Batches
+
+    @activity.defn(name="claim_batch")
+    async def claim_batch(self, task: ClaimInput) -> ClaimResult:
+        """Wait until enough groups are complete (or the time limit), claim them and write the manifest."""
+        waiter = ClaimWait(self._ledger, task, activity.info().scheduled_time.timestamp())
+        claim = await beating(waiter.wait())
+        manifest = Manifest.of(claim, task.spec.sampling.temperature)
+        ref = await beating(asyncio.to_thread(write_manifest, self._store, manifest))
+        await asyncio.to_thread(self._ledger.set_manifest, task.spec.run, task.lineage, task.step, ref.key, ref.digest)
+        return ClaimResult(
+            manifest=ManifestRef(step=task.step, key=ref.key, digest=ref.digest),
+            groups=len(claim.groups),
+            zero_variance=claim.zero_variance,
+            stale=claim.stale,
+            reward_mean=claim.reward_mean,
+            reward_std=claim.reward_std,
+            waited_s=round(waiter.waited_s, 3),
+        )
+
+    @activity.defn(name="commit_step")
+    async def commit_step(self, task: CommitInput) -> CheckpointRef:
+        """Commit the checkpoint: its claimed samples become trained in that transaction; then the step's figures."""
+        await asyncio.to_thread(self._commit, task)
+        return task.checkpoint
+
+    # Weights
+
+    @activity.defn(name="latest_checkpoint")
+    async def latest_checkpoint(self, run: str) -> CheckpointRef:
+        """The newest committed checkpoint, or the initial model."""
+        return await self._checkpoint(run)
+
+    @activity.defn(name="latest_weights")
+    async def latest_weights(self, run: str) -> WeightsRef:
+        """The newest committed weights, or the initial model's."""
+        return (await self._checkpoint(run)).weights
+
+    # Evaluation
+
+    @activity.defn(name="open_evaluation")
+    async def open_evaluation(self, task: EvaluationInput) -> int:
+        """Admit every held-out task to the stream ``eval/<version>``; returns how many there are."""
+        path = task.spec.data.held_out
+        if path is None:
+            raise ConfigError("data.held_out is not set: there is nothing to evaluate on")
+        count = await asyncio.to_thread(_count_tasks, Path(path))
+        await asyncio.to_thread(
+            self._ledger.set_admission,
+            task.run,
+            f"eval/{task.version}",
+            admit_until=count,
+            target_in_flight=task.spec.pipeline.target_in_flight,
+            samples_per_task=task.spec.evaluation.samples,
+        )
+        return count
+
+    @activity.defn(name="wait_evaluation")
+    async def wait_evaluation(self, task: EvaluationInput) -> EvaluationOutcome:
+        """Wait until every held-out sample has ended; the mean of their rewards."""
+        return await beating(self._evaluated(task))
+
+    # Mechanics
+
+    async def _evaluated(self, task: EvaluationInput) -> EvaluationOutcome:
+        while True:
+            result = await asyncio.to_thread(self._ledger.finish_evaluation, task.run, f"eval/{task.version}")
+            if result is not None:
+                return EvaluationOutcome(version=task.version, mean=result.mean, samples=result.n)
+            await asyncio.sleep(POLL_S)
+
+    async def _checkpoint(self, run: str) -> CheckpointRef:
+        found = await asyncio.to_thread(self._ledger.latest_checkpoint, run)
+        if found is not None:
+            return _checkpoint_ref(found)
+        info = await asyncio.to_thread(self._ledger.run_info, run)
+        model = str(RunSpec.model_validate(info.spec).model.path)
+        digest = await asyncio.to_thread(_initial_digest, model)
+        weights = WeightsRef(version=0, path=model, digest=digest)
+        return CheckpointRef(lineage=info.lineage, step=-1, version=0, path=None, digest="", weights=weights)
+
+    def _is_new(self, run: str) -> bool:
+        books = self._ledger.books(run)
+        return books.produced == 0 and self._ledger.latest_checkpoint(run) is None
+
+    def _ended(self, run: str, stream: str) -> int:
+        if stream != TRAIN:
+            return 0
+        try:
+            return self._ledger.ended_groups(run)
+        except NotFoundError:  # the stream does not exist yet
+            return 0
+
+    def _change_admission(
+        self, run: str, stream: str, *, paused: bool | None = None, target_in_flight: int | None = None
+    ) -> None:
+        now = self._ledger.admission(run, stream)
+        self._ledger.set_admission(
+            run,
+            stream,
+            admit_until=now.admit_until,
+            target_in_flight=now.target_in_flight if target_in_flight is None else target_in_flight,
+            samples_per_task=now.samples_per_task,
+            paused=now.paused if paused is None else paused,
+        )
+
+    def _commit(self, task: CommitInput) -> None:
+        checkpoint = task.checkpoint
+        self._ledger.commit_checkpoint(
+            task.run,
+            task.lineage,
+            task.step,
+            version=checkpoint.version,
+            path=checkpoint.path or "",
+            digest=checkpoint.digest,
+            weights_path=checkpoint.weights.path,
+            weights_digest=checkpoint.weights.digest,
+            metrics=task.metrics,
+        )
+        self._ledger.record_step(task.run, task.lineage, task.step, task.metrics)
+        known = {(i.node, i.kind, i.start) for i in self._ledger.intervals(task.run)}
+        for interval in task.intervals:
+            if (interval.node, "train", interval.start) not in known:
+                self._ledger.record_interval(task.run, interval.node, "train", interval.start, interval.end)
+
+
+@functools.cache
+def _initial_digest(model: str) -> str:
+    """Digest of the initial model; a model directory does not change while a control worker lives."""
+    return folder_digest(Path(model))
+
+
+def _checkpoint_ref(found: Checkpoint) -> CheckpointRef:
+    weights = WeightsRef(version=found.version, path=found.weights_path, digest=found.weights_digest)
+    return CheckpointRef(
+        lineage=found.lineage,
+        step=found.step,
+        version=found.version,
+        path=found.path,
+        digest=found.digest,
+        weights=weights,
+    )
+
+
+def _replay(step: RewoundStep) -> ManifestRef:
+    return ManifestRef(step=step.step, key=step.manifest_key or "", digest=step.digest or "")
+
+
+def _count_tasks(path: Path) -> int:
+    try:
+        with path.open() as lines:
+            count = sum(1 for line in lines if line.strip())
+    except OSError as error:
+        raise ConfigError(f"data.held_out {path} cannot be read: {error.strerror}") from None
+    if count == 0:
+        raise ConfigError(f"data.held_out {path} has no tasks: remove it from the run file or fill it")
+    return count
