@@ -18,11 +18,10 @@ from pydantic import BaseModel, ValidationError
 
 from cli import memory, targets
 from cli.runfile import Document, Location, Problem, RunFileError, absolute, read_document, validate
+from workers.engines.embedded.architectures import SUPPORTED
 from workflows.spec import AgentSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""``architectures`` of a config.json that the embedded engine can run."""
 MOST_DATA_PROBLEMS = 5
 
 Found = Iterator[tuple[Location, str]]
@@ -101,8 +100,8 @@ def check_model(model: ModelSpec, engine: EngineSpec | None = None) -> Found:
         yield place, f"{folder / 'config.json'} is not valid JSON: {error}"
         return
     names = config.get("architectures") or []
-    if (engine is None or engine.kind == "embedded") and not ARCHITECTURES.intersection(names):
-        name, known = ", ".join(names) or "unknown", ", ".join(sorted(ARCHITECTURES))
+    if (engine is None or engine.kind == "embedded") and not SUPPORTED.intersection(names):
+        name, known = ", ".join(names) or "unknown", ", ".join(sorted(SUPPORTED))
         yield (
             place,
             f"architecture {name} is not supported by the embedded engine; it runs {known}",

@@ -53,8 +53,8 @@ class DemoOptions:
 
     run_file: Path
     state: StateFolder
-    build: str | None = None
-    """Module that makes model and data, run as ``python -m <module> --out <parent of model.path>``."""
+    build: tuple[str, ...] = ()
+    """Modules that make model and data, each run as ``python -m <module> --out <parent of model.path>``."""
     keep: bool = False
     """Leave the cluster running at the end."""
     time_limit_s: float = 3600.0
@@ -96,7 +96,7 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
 def build_if_missing(options: DemoOptions, say: Callable[[str], None]) -> None:
     """Make model and data by ``options.build`` unless they are there; a half-made folder is never left behind."""
     model = Path(load_run(options.run_file).model.path)
-    if options.build is None or all((model / name).is_file() for name in MODEL_FILES):
+    if not options.build or all((model / name).is_file() for name in MODEL_FILES):
         return
     out = model.parent
     if out.exists():
@@ -105,13 +105,14 @@ def build_if_missing(options: DemoOptions, say: Callable[[str], None]) -> None:
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     say(f"making the model and its tasks in {out}")
-    command = [sys.executable, "-m", options.build, "--out", str(making)]
-    try:
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=BUILD_LIMIT_S)
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(f"{' '.join(command)} ended with exit code {error.returncode}") from error
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineError(f"{' '.join(command)} did not end within {BUILD_LIMIT_S:.0f} s") from error
+    for module in options.build:
+        command = [sys.executable, "-m", module, "--out", str(making)]
+        try:
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=BUILD_LIMIT_S)
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(f"{' '.join(command)} ended with exit code {error.returncode}") from error
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(f"{' '.join(command)} did not end within {BUILD_LIMIT_S:.0f} s") from error
     making.rename(out)
 
 

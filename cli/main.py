@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from cli import stack
 from storage.errors import ConfigError, IntegrityError, SeamlessFlowError
-from workers.cluster import STATE_VARIABLE, StateFolder
+from workers.cluster import STATE_VARIABLE, ClusterConfig, StateFolder
 
 app = typer.Typer(
     help="Reinforcement learning for LLM agents on Temporal.",
@@ -60,6 +60,38 @@ def up(
     stack.up(folder, nodes, ports=_ports(port), say=_say)
     _say(f"Temporal UI: {folder.cluster().temporal_ui}")
     _say(f"logs: {folder.logs}")
+
+
+@app.command()
+def join(
+    temporal: Annotated[str, typer.Option(help="host:port of the Temporal front end.")],
+    proxy: Annotated[str, typer.Option(help="URL of the proxy.")],
+    s3: Annotated[str, typer.Option(help="host:port of the object store.")],
+    state: StateOption = None,
+    temporal_ui: Annotated[str | None, typer.Option(help="URL of the Temporal UI.")] = None,
+    s3_secure: Annotated[bool, typer.Option(help="The object store speaks TLS.")] = False,
+    bucket: Annotated[str, typer.Option(help="Bucket of this cluster.")] = "seamlessflow",
+    prepare: Annotated[bool, typer.Option(help="Register namespace and search attributes with Temporal.")] = False,
+) -> None:
+    """Make this machine part of a cluster whose services run elsewhere; keys come from the environment."""
+    from cli.join import join as write_files
+    from cli.join import prepare_namespace
+
+    folder = _state(state, create=True)
+    config = ClusterConfig(
+        temporal=temporal,
+        temporal_ui=temporal_ui,
+        proxy=proxy,
+        s3=s3,
+        s3_secure=s3_secure,
+        bucket=bucket,
+        ledger_url=f"sqlite:///{folder.root / 'ledger.db'}",
+        journal_url=f"sqlite:///{folder.root / 'journal.db'}",
+    )
+    write_files(folder, config)
+    if prepare:
+        _wait(prepare_namespace(config))
+    _say(f"{folder.root} belongs to the cluster at {temporal}")
 
 
 @app.command()
@@ -135,7 +167,9 @@ def start(run_file: RunFile, state: StateOption = None) -> None:
 def demo(
     run_file: RunFile,
     state: StateOption = None,
-    build: Annotated[str | None, typer.Option(help="Module that makes model and tasks if they are missing.")] = None,
+    build: Annotated[
+        list[str] | None, typer.Option(help="Module that makes model or tasks if they are missing; repeatable.")
+    ] = None,
     keep: Annotated[bool, typer.Option(help="Leave the cluster running at the end.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds until it gives up.")] = 3600.0,
 ) -> None:
@@ -145,7 +179,7 @@ def demo(
 
     folder = _state(state, create=True)
     try:
-        figures = run_demo(DemoOptions(run_file, folder, build, keep, time_limit), _say)
+        figures = run_demo(DemoOptions(run_file, folder, tuple(build or ()), keep, time_limit), _say)
     except Interrupted as error:
         _say(str(error))
         raise typer.Exit(130) from None
