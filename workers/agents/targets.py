@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,10 @@ def load_target(target: str, code: str | None = None) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         where = f" nor in {Path(code)}" if code else ""
         raise ConfigError(f"target {target!r}: no module {error.name!r} in this environment{where}") from error
-    found: Callable[..., Any] | None = getattr(module, function_name, None)
+    try:
+        found: Callable[..., Any] = operator.attrgetter(function_name)(module)
+    except AttributeError:
+        raise ConfigError(f"target {target!r}: {module.__file__} has no function {function_name!r}") from None
     if not callable(found):
-        raise ConfigError(f"target {target!r}: {module.__file__} has no function {function_name!r}")
+        raise ConfigError(f"target {target!r}: {function_name!r} in {module.__file__} is no function")
     return found
