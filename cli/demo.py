@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import aiohttp
 from rich.console import Console
 from temporalio.client import WorkflowExecutionStatus
-from temporalio.service import RPCError
 
 from cli import stack
 from cli.check import MODEL_FILES, require_run
@@ -79,18 +78,19 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
     build_if_missing(options, say)
     spec = require_run(options.run_file)
     with _sigterm_as_interrupt():
+        interrupted = False
         try:
             say(f"state folder: {options.state.root}")
             stack.up(options.state, spec.nodes, say=say)
-            figures = asyncio.run(_follow(options, spec, clock, say))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            with _ignore_interrupts():
-                say("interrupted: stopping the cluster, its state stays on disk")
-                stack.down(options.state)
+            return asyncio.run(_follow(options, spec, clock, say))
+        except KeyboardInterrupt:
+            interrupted = True
             raise Interrupted(f"the same command goes on from where it was (state in {options.state.root})") from None
-        if not options.keep:
-            stack.down(options.state)
-    return figures
+        finally:
+            if interrupted or not options.keep:
+                with _ignore_interrupts():
+                    say("stopping the cluster; its state stays on disk")
+                    stack.down(options.state)
 
 
 def build_if_missing(options: DemoOptions, say: Callable[[str], None]) -> None:
@@ -169,7 +169,7 @@ class Watcher:
     async def _ask(self, who: str, trouble: list[str], call: Awaitable[Answer]) -> Answer | None:
         try:
             return await call
-        except (SeamlessFlowError, RPCError, aiohttp.ClientError) as error:
+        except (SeamlessFlowError, aiohttp.ClientError) as error:
             trouble.append(f"{who}: {error}")
             return None
 
@@ -238,7 +238,7 @@ def _view(say: Callable[[str], None], links: dict[str, str]) -> LiveView | Plain
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

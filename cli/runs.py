@@ -17,6 +17,7 @@ from temporalio.client import (
     Client,
     WorkflowExecutionStatus,
     WorkflowFailureError,
+    WorkflowQueryFailedError,
     WorkflowUpdateFailedError,
 )
 from temporalio.common import WorkflowIDReusePolicy
@@ -155,7 +156,9 @@ class Runs:
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
                 raise NotFoundError(f"{what}: there is no such run or pool in this cluster") from error
-            raise
+            raise SeamlessFlowError(f"{what}: {error}") from error
+        except WorkflowQueryFailedError as error:
+            raise SeamlessFlowError(f"{what}: {error}") from error
 
 
 def run_id(run: str) -> str:

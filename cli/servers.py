@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +59,8 @@ class Service:
     """Added to the supervisor's environment."""
     grace_s: float = 15.0
     """Time between SIGTERM and SIGKILL."""
+    node: str | None = None
+    """For a node agent: the node whose resident processes end with the cluster, but not with the agent."""
 
 
 def services(state: StateFolder, nodes: tuple[NodeSpec, ...]) -> list[Service]:
@@ -120,7 +122,8 @@ def node_service(state: StateFolder, node: NodeSpec) -> Service:
     arguments += ["--ranks", str(node.ranks), "--threads", str(node.threads)]
     if node.cores:
         arguments += ["--cores", ",".join(map(str, node.cores))]
-    return _python(f"node-{node.id}", state, Probe("queue", nodectl_queue(node.id)), "workers.node_agent", *arguments)
+    ready = Probe("queue", nodectl_queue(node.id))
+    return replace(_python(f"node-{node.id}", state, ready, "workers.node_agent", *arguments), node=node.id)
 
 
 def program(name: str) -> str:

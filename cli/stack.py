@@ -186,9 +186,9 @@ def stop_leftovers(state: StateFolder) -> int:
     return found + stop_residents(state)
 
 
-def stop_residents(state: StateFolder, grace_s: float = 5.0) -> int:
+def stop_residents(state: StateFolder, node: str = "*", grace_s: float = 5.0) -> int:
     """End the resident engines and trainer ranks that the node agents noted down; the number that still ran."""
-    files = [*state.root.glob("nodes/*/engine.json"), *state.root.glob("nodes/*/rank-*.json")]
+    files = [*state.root.glob(f"nodes/{node}/engine.json"), *state.root.glob(f"nodes/{node}/rank-*.json")]
     records = [record for record in map(ProcessRecord.read, files) if record]
     return stop_processes(records, grace_s)
 

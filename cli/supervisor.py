@@ -169,8 +169,8 @@ class Supervisor:
             row.process = None
             self._set(row, "stopped")
             log.info("%s is stopped", service.name)
-            if service.name.startswith("node-"):
-                await asyncio.to_thread(stop_residents, self.state)
+            if service.node is not None:
+                await asyncio.to_thread(stop_residents, self.state, service.node)
         self.status.phase = "failed" if self.status.error else "stopped"
         self.status.write(self.state)
 

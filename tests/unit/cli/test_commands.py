@@ -1,0 +1,91 @@
+"""The `seamlessflow` command line: what it says when it is used wrongly, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import demo as demo_module
+from cli.demo import Clock, DemoOptions, build_if_missing
+from storage.errors import ConfigError
+from workers.cluster import STATE_VARIABLE, StateFolder
+
+
+def seamlessflow(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != STATE_VARIABLE}
+    command = [sys.executable, "-c", "from cli.main import main; main()", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["down"], ["logs"], ["pause", "toy"], ["audit", "toy"], ["shards", "list", "toy"]]
+)
+def test_without_a_cluster_it_says_how_to_start_one(command: list[str], tmp_path: Path) -> None:
+    done = seamlessflow(*command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "holds no cluster: start one with `seamlessflow up run.yaml`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_names_the_clusters_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / ".seamlessflow" / "demo").mkdir(parents=True)
+    (tmp_path / ".seamlessflow" / "demo" / "cluster.json").write_text("{}")
+    assert "there is: --state .seamlessflow/demo" in seamlessflow("status", cwd=tmp_path).stderr
+
+
+def test_a_wrong_run_file_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: toy\nstepps: 3\n")
+    for command in (["up", "run.yaml"], ["demo", "run.yaml"]):
+        done = seamlessflow(*command, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "run.yaml:2: stepps: unknown key" in done.stderr
+        assert not list(tmp_path.glob(".seamlessflow/*/services.json"))
+
+
+@pytest.mark.parametrize("port", ["ui", "ui=x", "ui=0", "ui=70000"])
+def test_a_port_that_is_no_port_is_refused(port: str, tmp_path: Path) -> None:
+    done = seamlessflow("up", "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "not of the form name=number" in done.stderr
+
+
+def test_up_without_a_run_file_in_a_new_folder_says_what_is_missing(tmp_path: Path) -> None:
+    done = seamlessflow("up", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "has no nodes yet: name a run file" in done.stderr
+
+
+def test_the_clock_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    (tmp_path / demo_module.CLOCK_FILE).write_text(json.dumps({"seconds": 100.0}))
+    clock = Clock(state)
+    assert 100.0 <= clock.seconds() < 200.0
+    clock.save()
+    assert Clock(state).seconds() >= 100.0
+
+
+def options(tmp_path: Path, module: str) -> DemoOptions:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        "run: toy\nmodel: {path: made/model}\ndata: {path: made/tasks.jsonl}\nreward: {target: 'json:loads'}\n"
+        "nodes: [{id: n0, tags: [rollout, train]}]\n"
+    )
+    return DemoOptions(run_file, StateFolder(tmp_path / "state"), (module,))
+
+
+def test_a_model_whose_making_fails_leaves_no_half_of_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ended with exit code"):
+        build_if_missing(options(tmp_path, "no_such_module"), lambda line: None)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_is_there_but_incomplete_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match=r"remove .*made, it will be made anew"):
+        build_if_missing(options(tmp_path, "json"), lambda line: None)
+    assert (tmp_path / "made").is_dir()

@@ -1,0 +1,94 @@
+"""What a person sees while a run runs."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from cli.progress import PLAIN_EVERY_S, PlainView, Snapshot, picture, snapshot
+from workflows.messages import EvaluationOutcome, NodeStatus, PoolStatus, RunStatus
+
+CONTROL: dict[str, Any] = {
+    "steps": [{"step": 0, "lineage": 0, "metrics": {"reward_mean": 0.25, "seconds": 2.5}}, {"step": 1, "metrics": {}}],
+    "evaluations": [],
+    "tokens": {"journalled": 1200, "per_s": 321.4},
+    "sessions_in_flight": 7,
+}
+
+
+def run_status(**values: Any) -> RunStatus:
+    base: dict[str, Any] = {
+        "run": "toy",
+        "phase": "training",
+        "lineage": 0,
+        "step": 2,
+        "steps": 3,
+        "version": 2,
+        "paused": None,
+        "stopping": None,
+        "waiting_for": "",
+        "engines": (),
+        "evaluations": (EvaluationOutcome(version=0, mean=0.4, samples=8),),
+        "metrics": {},
+        "last_failure": "",
+    }
+    return RunStatus(**{**base, **values})
+
+
+def pool_status() -> PoolStatus:
+    node = NodeStatus(node="n0", tags=("train",), health="alive", activity="train", epoch=4, lease="l1")
+    return PoolStatus(cluster="local", nodes=(node,), waiting=(), decisions=(), leases=())
+
+
+def test_the_plain_view_says_each_step_and_evaluation_once() -> None:
+    lines: list[str] = []
+    view = PlainView(lines.append, clock=lambda: 0.0)
+    now = snapshot("toy", CONTROL, run_status(), pool_status())
+    view.show(now)
+    view.show(now)
+    assert lines == [
+        "evaluation of version 0: held-out reward 0.400",
+        "step 1/3  reward 0.250  321 tokens/s  n0: train (alive)",
+        "step 2/3  reward -  321 tokens/s  n0: train (alive)",
+    ]
+
+
+def test_the_plain_view_gives_a_sign_of_life_while_nothing_finishes() -> None:
+    lines: list[str] = []
+    time = 0.0
+    view = PlainView(lines.append, clock=lambda: time)
+    waiting = Snapshot("toy", phase="collecting", steps=3, waiting_for="groups (2 of 8)")
+    view.show(waiting)
+    view.show(waiting)
+    time = PLAIN_EVERY_S
+    view.show(waiting)
+    assert lines == ["step 1/3, collecting, waits for groups (2 of 8)  0 tokens/s  "] * 2
+
+
+def test_the_live_table_shows_reward_nodes_and_links() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(picture(snapshot("toy", CONTROL, run_status(), pool_status()), {"Temporal UI": "http://127.0.0.1:1"}))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for part in (
+        "toy",
+        "training",
+        "321 tokens/s",
+        "0.250",
+        "█████",
+        "n0: train (alive)",
+        "http://127.0.0.1:1",
+        "version 0: 0.400",
+    ):
+        assert part in text
+
+
+def test_what_does_not_answer_is_shown_as_trouble_and_the_rest_still_shows() -> None:
+    now = snapshot("toy", None, run_status(), None, "proxy: no answer")
+    assert (now.phase, now.trouble, now.rows, now.nodes) == ("training", "proxy: no answer", (), {})
+
+
+def test_the_last_failure_of_a_run_is_shown() -> None:
+    assert snapshot("toy", CONTROL, run_status(last_failure="engine of n1 died"), None).trouble == "engine of n1 died"
