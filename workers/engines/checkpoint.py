@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
-from storage.errors import EngineRejected
+from storage.errors import ConfigError, EngineRejected, NotFoundError, StorageError
+from storage.weights import MANIFEST, WeightsStore, folder_digest
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -21,21 +21,20 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def weights_digest(directory: Path) -> str:
-    """sha256 over the sorted ``name:sha256`` lines of all weight files: the digest rule of the weights store.
+def verified_digest(directory: Path) -> str:
+    """The digest of the weights store of ``directory``, after a check against its manifest if it was published.
 
-    If the directory has a manifest that lists file digests, they must match.
+    Raises:
+        EngineRejected: a file is missing or corrupt.
     """
-    digests = {file.name: _sha256(file) for file in weight_files(directory)}
-    for name, expected in _manifest(directory).items():
-        if name in digests and digests[name] != expected:
-            raise EngineRejected(
-                f"{directory / name} is corrupt: sha256 {digests[name]}, the manifest says {expected}: publish it again"
-            )
-        if name.endswith(".safetensors") and name not in digests:
-            raise EngineRejected(f"{directory / name} is missing: the manifest lists it")
-    lines = "\n".join(f"{name}:{digest}" for name, digest in sorted(digests.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    try:
+        if (directory / MANIFEST).exists():
+            return WeightsStore(directory.parent).verify(directory)
+        return folder_digest(directory)
+    except (ConfigError, NotFoundError, StorageError) as error:
+        raise EngineRejected(str(error)) from error
+    except OSError as error:
+        raise EngineRejected(f"{directory} cannot be read: {error}") from error
 
 
 def check_headers(directory: Path) -> None:
@@ -67,19 +66,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise EngineRejected(f"{file} must hold a JSON object")
     return value
-
-
-def _manifest(directory: Path) -> dict[str, str]:
-    """File digests from ``manifest.json``; a checkpoint that no store wrote has none."""
-    file = directory / "manifest.json"
-    if not file.exists():
-        return {}
-    files = read_json(file).get("files")
-    if not isinstance(files, dict):
-        raise EngineRejected(f"{file} has no table `files`")
-    return {name: entry["sha256"] if isinstance(entry, dict) else str(entry) for name, entry in files.items()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from storage.errors import EngineRejected
 from workers.engines.base import FinishKind, PauseMode
-from workers.engines.checkpoint import check_headers, read_json, weights_digest
+from workers.engines.checkpoint import check_headers, read_json, verified_digest
 from workers.engines.flags import parser
 from workers.engines.script import FaultKind, Play, hash_play, load_script
 from workers.engines.server import DropConnection, LoadRequest, Server, serve_until_signalled
@@ -244,7 +244,7 @@ class ScriptedEngine:
         if self._strict_loads:
             check_headers(directory)
         if any(directory.glob("*.safetensors")):
-            return weights_digest(directory)
+            return verified_digest(directory)
         return hashlib.sha256(str(directory).encode()).hexdigest()
 
     async def flush_cache(self) -> None:

@@ -258,13 +258,17 @@ class Server:
             self._runner = None
 
 
-async def serve_until_signalled(server: Server, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
+async def serve_until_signalled(server: Server, host: str, port: int, failed: asyncio.Event | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, or until the engine behind ``server`` says that it has ``failed``."""
+    stop = failed or asyncio.Event()
+    interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, interrupted.set)
     await server.start(host, port)
     print(f"listening on {server.url}", flush=True)
-    await stop.wait()
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, interrupted)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
     await server.stop()
