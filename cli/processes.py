@@ -1,7 +1,6 @@
 """Processes known by pid *and* start time, so that a reused pid is never taken for ours.
 
-A record is a small JSON file ``{"pid": ..., "start_time": ...}``; the node agents write
-the same two fields into their residency files.
+Node agents and trainer ranks write the same two fields, ``pid`` and ``start_time``, into their residency files.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,14 +35,6 @@ class ProcessRecord(BaseModel):
         """Raises :class:`psutil.NoSuchProcess` if it is gone."""
         return cls(pid=pid, start_time=psutil.Process(pid).create_time())
 
-    @classmethod
-    def read(cls, path: Path) -> ProcessRecord | None:
-        """None if there is no such file or it does not hold a record (half-written by something killed)."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except (FileNotFoundError, ValidationError):
-            return None
-
     def alive(self) -> bool:
         """Whether this very process still runs (a zombie does not)."""
         try:
@@ -61,6 +53,27 @@ class ProcessRecord(BaseModel):
                 os.killpg(self.pid, number)
             else:
                 os.kill(self.pid, number)
+
+
+def records_in(path: Path) -> list[ProcessRecord]:
+    """Every process that a residency file speaks of, however it is nested there.
+
+    *Example*: ``gang.json`` holds ``{"gang": ..., "processes": [{"pid": 7, "start_time": 1.5}]}``.
+    """
+    try:
+        todo: list[Any] = [json.loads(path.read_bytes())]
+    except (FileNotFoundError, ValueError):
+        return []
+    found = []
+    while todo:
+        item = todo.pop()
+        if isinstance(item, list):
+            todo.extend(item)
+        elif isinstance(item, dict):
+            todo.extend(item.values())
+            with contextlib.suppress(ValidationError):
+                found.append(ProcessRecord.model_validate(item))
+    return found
 
 
 def write_json(path: Path, data: object) -> None:

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cli.processes import ProcessRecord, stop_processes, wait_gone, write_json
+from cli.processes import ProcessRecord, records_in, stop_processes, wait_gone, write_json
 from cli.servers import base_environment
 from storage.errors import ConfigError, DeadlineError, SeamlessFlowError
 from workers.cluster import ClusterConfig, Secrets, StateFolder
@@ -188,9 +188,8 @@ def stop_leftovers(state: StateFolder) -> int:
 
 def stop_residents(state: StateFolder, node: str = "*", grace_s: float = 5.0) -> int:
     """End the resident engines and trainer ranks that the node agents noted down; the number that still ran."""
-    files = [*state.root.glob(f"nodes/{node}/engine.json"), *state.root.glob(f"nodes/{node}/rank-*.json")]
-    records = [record for record in map(ProcessRecord.read, files) if record]
-    return stop_processes(records, grace_s)
+    files = sorted(state.root.glob(f"nodes/{node}/*.json"))
+    return stop_processes({record for file in files for record in records_in(file)}, grace_s)
 
 
 def write_cluster(state: StateFolder, given: Mapping[str, int]) -> ClusterConfig:

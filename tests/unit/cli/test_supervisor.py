@@ -143,11 +143,16 @@ async def test_down_ends_resident_engines_and_ranks_but_no_stranger_that_got_the
     folder.mkdir(parents=True)
     write_json(folder / "engine.json", {**engine_record.model_dump(), "port": 1, "epoch": 3})
     write_json(folder / "rank-0.json", {"pid": stranger.pid, "start_time": stranger_record.start_time - 1000})
-    assert await asyncio.to_thread(stack.down, state) == 1
+    rank = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+    rank_record = ProcessRecord.of(rank.pid)
+    write_json(folder / "gang.json", {"gang": "g1", "processes": [rank_record.model_dump()]})
+    (folder / "torn.json").write_text('{"pid": ')
+    assert await asyncio.to_thread(stack.down, state) == 2
     assert not engine_record.alive()
+    assert not rank_record.alive()
     assert stranger_record.alive()
     stranger.kill()
-    await asyncio.gather(engine.wait(), stranger.wait())
+    await asyncio.gather(engine.wait(), rank.wait(), stranger.wait())
 
 
 async def test_a_parked_engine_is_ended_although_it_is_stopped(state: StateFolder) -> None:
