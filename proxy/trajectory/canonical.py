@@ -52,6 +52,13 @@ class Message:
             ]
         return data
 
+    def for_chat(self) -> dict[str, Any]:
+        """As OpenAI's chat API writes it; call ids, which the canonical form has not, are left out."""
+        data = self.for_template()
+        for written, call in zip(data.get("tool_calls", ()), self.tool_calls, strict=True):
+            written["function"]["arguments"] = call.arguments
+        return data
+
     def digest_input(self) -> bytes:
         """Bytes that are equal for equal canonical messages."""
         calls = [[call.name, parsed_arguments(call.arguments)] for call in self.tool_calls]

@@ -27,6 +27,8 @@ class Segment:
     node: str
     lease: str
     engine: str
+    rid: str
+    """Request id at the engine."""
     epoch: int
     version: int
     seed: int | None

@@ -74,7 +74,7 @@ def end_entry(turn: Turn, *, ended: bool) -> Entry:
 
 def fail_entry(turn: Turn) -> Entry:
     """The generation cannot be finished."""
-    return Entry("fail", {"turn": turn.index, "fault": turn.fault})
+    return Entry("fail", {"turn": turn.index, "fault": turn.fault, "infra": turn.infra})
 
 
 def replay(session: Session, entries: list[Entry]) -> None:
@@ -143,6 +143,6 @@ def _replay_generation(session: Session, entry: Entry) -> None:
         builder.feed(recording.ids)
         session.complete(turn, builder, ended=data["ended"])
     elif entry.kind == "fail":
-        turn.status, turn.fault = "failed", data["fault"]
+        turn.status, turn.fault, turn.infra = "failed", data["fault"], data["infra"]
     else:
         raise IntegrityError(f"journal of session {session.id}: unknown entry {entry.kind!r}")

@@ -89,6 +89,8 @@ class Turn:
     """Of the whole request: tools and messages."""
     fault: str = ""
     """Why it failed."""
+    infra: bool = False
+    """It failed by no doing of the agent or the model."""
 
 
 @dataclass(slots=True)
@@ -102,6 +104,8 @@ class Session:
     tree: Tree = field(default_factory=Tree)
     turns: list[Turn] = field(default_factory=list)
     sealed: bool = False
+    affinity: str | None = None
+    """Lease of the engine that last worked for it and has its prefix cached."""
     _answers: dict[bytes, int] = field(default_factory=dict)
     _prompts: dict[bytes, int] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,9 +128,15 @@ class Tree:
             end = self.spans[end].parent
         return tuple(reversed(indices))
 
-    def leaves(self) -> list[int]:
-        """Spans without children: one per trajectory."""
-        return [index for index, span in enumerate(self.spans) if not span.children]
+    def sampled(self) -> set[int]:
+        """Spans on a path to a completion; what is left out are prompts that were never answered."""
+        found: set[int] = set()
+        for index, span in enumerate(self.spans):
+            if span.kind == "completion":
+                while index != ROOT and index not in found:
+                    found.add(index)
+                    index = self.spans[index].parent
+        return found
 
     def preorder(self) -> Iterator[int]:
         """Indices, parents before children."""
@@ -202,13 +208,16 @@ class Tree:
         return index
 
 
-def merge_into(group: Tree, session: Tree) -> dict[int, int]:
-    """Add ``session`` to ``group``: prompts shared, completions kept apart.
+def merge_into(group: Tree, session: Tree, keep: Container[int]) -> dict[int, int]:
+    """Add the spans ``keep`` of ``session`` to ``group``: prompts shared, completions kept apart.
 
-    Returns session span index -> group span index of the same path's end.
+    ``keep`` holds whole paths. Returns session span index -> group span index of
+    the same path's end.
     """
     moved: dict[int, int] = {ROOT: ROOT}
     for index in session.preorder():
+        if index not in keep:
+            continue
         span = session.spans[index]
         parent = moved[span.parent]
         if span.kind == "prompt":

@@ -1,0 +1,85 @@
+"""Journal against shards: is every acknowledged token of a committed group where the trainer finds it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from proxy.shard_writer import trainable
+from proxy.trajectory.session import Session, Turn
+from storage import shards
+from storage.ledger import TRAIN, Ledger, State
+
+_IN_SHARDS = (State.GROUPED, State.CLAIMED, State.TRAINED)
+
+
+class Store(Protocol):
+    """What is needed of the object store."""
+
+    def list(self, prefix: str = "") -> list[str]: ...
+
+    def get(self, key: str, *, sha256: str | None = None) -> bytes: ...
+
+
+def audit(run: str, ledger: Ledger, store: Store, rebuild: Callable[[str], Session]) -> dict[str, Any]:
+    """Compare all sessions of committed training groups; ``rebuild`` reads one from the journal. Blocks: use a thread.
+
+    ``tokens_lost`` are journalled tokens of such sessions that no shard holds.
+    """
+    found = _shard_generations(run, store)
+    sessions = tokens_journalled = tokens_in_shards = tokens_lost = 0
+    mismatches: list[str] = []
+    for row in ledger.samples(run, TRAIN):
+        if row.session is None or not (row.state in _IN_SHARDS or (row.state is State.FILTERED and row.tokens)):
+            continue
+        sessions += 1
+        for turn in rebuild(row.session).turns:
+            if not turn.recording.ids:
+                continue
+            tokens_journalled += len(turn.recording.ids)
+            problem = _compare(turn, found.get(turn.generation))
+            if problem:
+                tokens_lost += len(turn.recording.ids)
+                mismatches.append(f"session {row.session}, turn {turn.index}: {problem}")
+            else:
+                tokens_in_shards += len(turn.recording.ids)
+    return {
+        "sessions": sessions,
+        "tokens_journalled": tokens_journalled,
+        "tokens_in_shards": tokens_in_shards,
+        "tokens_lost": tokens_lost,
+        "mismatches": mismatches,
+    }
+
+
+_Found = tuple[shards.Shard, shards.Generation]
+
+
+def _shard_generations(run: str, store: Store) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for key in store.list(f"runs/{run}/shards/"):
+        digest = key.rpartition("-")[2].removesuffix(".arrow")
+        shard = shards.decode(store.get(key, sha256=digest))
+        for generation in shard.generations:
+            found[generation.id] = (shard, generation)
+    return found
+
+
+def _compare(turn: Turn, found: _Found | None) -> str:
+    """What differs, empty if nothing does: ids, log-probs bit by bit, versions, and the mask."""
+    if found is None:
+        return "in no shard"
+    shard, generation = found
+    spans = [shard.spans[index] for index in generation.spans]
+    recording = turn.recording
+    ids = np.concatenate([span.ids for span in spans])
+    if not np.array_equal(ids, np.asarray(recording.ids, np.int32)):
+        return "other ids"
+    logprobs = np.concatenate([span.logprobs for span in spans])
+    if logprobs.tobytes() != np.asarray(recording.logprobs, np.float32).tobytes():
+        return "other log-probs"
+    if np.concatenate([span.token_versions() for span in spans]).tolist() != recording.versions:
+        return "other versions"
+    return "" if generation.trainable == trainable(turn) else "other mask"

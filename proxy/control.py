@@ -1,0 +1,219 @@
+"""The control API: runs, samples, scores, sessions, routes. Bearer control key; JSON in and out."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+from fastapi import Depends, FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from proxy.service import Service
+from storage import errors
+from storage.ledger import Route
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RunBody(_Body):
+    run: str
+    spec: dict[str, Any]
+    spec_digest: str
+
+
+class AdmissionBody(_Body):
+    stream: str
+    admit_until: int = Field(ge=0)
+    target_in_flight: int = Field(ge=0)
+    samples_per_task: int = Field(ge=1)
+    paused: bool = False
+
+
+class ClaimBody(_Body):
+    stream: str
+    worker: str
+    limit: int = Field(ge=0)
+    holding: list[str] | None = None
+    """Sessions the worker has already; given when an earlier answer may have been lost."""
+
+
+class FinishBody(_Body):
+    session: str
+    output: Any = None
+
+
+class FailBody(_Body):
+    session: str
+    cause: str
+    detail: str = ""
+    retry: bool = False
+
+
+class ReleaseBody(_Body):
+    stream: str
+    worker: str
+
+
+class ScoreClaimBody(_Body):
+    worker: str
+    limit: int = Field(ge=0)
+
+
+class ScoreBody(_Body):
+    session: str
+    reward: float | None = None
+    cause: str | None = None
+    detail: str = ""
+
+
+class SessionBody(_Body):
+    run: str
+
+
+class RouteBody(_Body):
+    node: str
+    url: str
+    epoch: int
+    version: int
+    state: Literal["open", "held", "closed"]
+    engine_kind: str = "embedded"
+
+
+_STATUS: tuple[tuple[type[errors.SeamlessFlowError], int], ...] = (
+    (errors.AuthenticationFailed, 401),
+    (errors.NotFoundError, 404),
+    (errors.FencedError, 409),
+    (errors.DeadlineError, 504),
+    (errors.ConfigError, 400),
+    (errors.RequestError, 400),
+    (errors.RewardError, 400),
+    (errors.SeamlessFlowError, 500),
+)
+
+
+def control_app(service: Service, control_key: str) -> FastAPI:
+    """The FastAPI application over ``service``; only ``/healthz`` needs no key."""
+    app = FastAPI(title="SeamlessFlow proxy, control API", docs_url=None, redoc_url=None, openapi_url=None)
+
+    def authorised(authorization: str = Header(default="")) -> None:
+        given = authorization.removeprefix("Bearer ").strip()
+        if not secrets.compare_digest(given.encode(), control_key.encode()):
+            raise errors.AuthenticationFailed("the control API needs `Authorization: Bearer <control key>`")
+
+    key = [Depends(authorised)]
+    _add_errors(app)
+    _add_runs(app, service, key)
+    _add_samples(app, service, key)
+    _add_sessions(app, service, key)
+    _add_routes(app, service, key)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(errors.SeamlessFlowError)
+    async def ours(_: Request, error: errors.SeamlessFlowError) -> JSONResponse:
+        status = next(status for kind, status in _STATUS if isinstance(error, kind))
+        return JSONResponse({"error": {"type": type(error).__name__, "message": str(error)}}, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+        return JSONResponse({"error": {"type": "InvalidRequest", "message": problems}}, 400)
+
+
+def _add_runs(app: FastAPI, service: Service, key: list[Any]) -> None:
+    @app.post("/control/runs", dependencies=key)
+    async def create(body: RunBody) -> dict[str, str]:
+        await service.create_run(body.run, body.spec, body.spec_digest)
+        return {"run": body.run}
+
+    @app.get("/control/runs/{run}", dependencies=key)
+    async def status(run: str) -> dict[str, Any]:
+        return await service.run_status(run)
+
+    @app.post("/control/runs/{run}/admission", dependencies=key)
+    async def admission(run: str, body: AdmissionBody) -> dict[str, str]:
+        await service.set_admission(run, **body.model_dump())
+        return {"run": run}
+
+    @app.get("/control/runs/{run}/audit", dependencies=key)
+    async def audit(run: str) -> dict[str, Any]:
+        return await service.audit(run)
+
+
+def _add_samples(app: FastAPI, service: Service, key: list[Any]) -> None:
+    desk = service.desk
+
+    @app.post("/control/runs/{run}/samples/claim", dependencies=key)
+    async def claim(run: str, body: ClaimBody) -> list[dict[str, Any]]:
+        return await desk.claim(run, body.stream, body.worker, body.limit, body.holding)
+
+    @app.post("/control/runs/{run}/samples/finish", dependencies=key)
+    async def finish(run: str, body: FinishBody) -> dict[str, str]:
+        return {"state": await desk.finish(run, body.session, body.output)}
+
+    @app.post("/control/runs/{run}/samples/fail", dependencies=key)
+    async def fail(run: str, body: FailBody) -> dict[str, str]:
+        return {"state": await desk.fail(run, body.session, body.cause, body.detail, retry=body.retry)}
+
+    @app.post("/control/runs/{run}/samples/release", dependencies=key)
+    async def release(run: str, body: ReleaseBody) -> dict[str, str]:
+        await desk.release(run, body.stream, body.worker)
+        return {"worker": body.worker}
+
+    @app.post("/control/runs/{run}/scores/claim", dependencies=key)
+    async def claim_scores(run: str, body: ScoreClaimBody) -> list[dict[str, Any]]:
+        return await desk.claim_scores(run, body.worker, body.limit)
+
+    @app.post("/control/runs/{run}/scores/commit", dependencies=key)
+    async def commit_score(run: str, body: ScoreBody) -> dict[str, str]:
+        if (body.reward is None) == (body.cause is None):
+            raise errors.InvalidRequest("give either `reward`, or `cause` (and `detail`) of a missing one")
+        if body.reward is not None:
+            await desk.score(run, body.session, body.reward)
+        elif body.cause is not None:
+            await desk.fail_score(run, body.session, body.cause, body.detail)
+        return {"session": body.session}
+
+
+def _add_sessions(app: FastAPI, service: Service, key: list[Any]) -> None:
+    @app.post("/control/sessions", dependencies=key)
+    async def create(body: SessionBody) -> dict[str, str]:
+        new = await service.desk.create_session(body.run)
+        return {"session": new.session, "api_key": new.api_key, "base_url": new.base_url, "model": new.model}
+
+    @app.get("/control/sessions/{session}", dependencies=key)
+    async def inspect(session: str) -> dict[str, Any]:
+        return await service.session_status(session)
+
+    @app.post("/control/sessions/{session}/finish", dependencies=key)
+    async def finish(session: str) -> dict[str, str]:
+        await service.finish_session(session)
+        return {"session": session}
+
+
+def _add_routes(app: FastAPI, service: Service, key: list[Any]) -> None:
+    routes = service.routes
+
+    @app.get("/control/routes", dependencies=key)
+    async def list_routes() -> list[dict[str, Any]]:
+        return routes.describe()
+
+    @app.put("/control/routes/{lease:path}", dependencies=key)
+    async def put(lease: str, body: RouteBody) -> dict[str, str]:
+        await routes.put(Route(lease, body.node, body.url, body.engine_kind, body.epoch, body.version, body.state))
+        return {"lease": lease, "state": body.state}
+
+    @app.delete("/control/routes/{lease:path}", dependencies=key)
+    async def delete(lease: str, epoch: int) -> dict[str, str]:
+        await routes.delete(lease, epoch)
+        return {"lease": lease}

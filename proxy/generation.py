@@ -1,0 +1,319 @@
+"""The owner of a generation: reads the engine, journals, then feeds whoever waits.
+
+It runs in its own task, so a client that goes away, an engine that dies and a
+weight update are events for it, not exceptions in a handler. A generation
+goes on, on the same engine or another, from prompt plus tokens so far, with
+the rest of its token budget, until it ends by itself or its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from proxy.meter import Counters
+from proxy.routes import RouteTable, RouteUse
+from proxy.trajectory import replay
+from proxy.trajectory.answer import Delta
+from proxy.trajectory.policy import segment_seed
+from proxy.trajectory.recording import Marks, Segment
+from proxy.trajectory.replay import Entry
+from proxy.trajectory.session import Session, Turn
+from proxy.upstream import Upstream
+from storage.errors import (
+    ContextLengthExceeded,
+    DeadlineError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnavailable,
+    RequestError,
+    SeamlessFlowError,
+)
+from storage.journal import Journal, JournalRecord
+from workers.engines.base import Chunk, Sampling
+
+_PAUSES_S = (0.02, 0.1, 0.3, 1.0)
+"""Between segments that brought no token."""
+_PROTOCOL_ERRORS = 3
+"""Broken answers in a row, without a token between them, after which the generation fails."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every generation needs of the process."""
+
+    journal: Journal
+    routes: RouteTable
+    counters: Counters
+
+
+class Generation:
+    """One turn's generation. ``deltas`` only grows; every reader keeps its own position in it.
+
+    ``opening`` is the append of the turn itself, which nothing may overtake. A
+    turn that is finished already is only shown again.
+    """
+
+    def __init__(
+        self, services: Services, session: Session, turn: Turn, opening: asyncio.Task[None] | None = None
+    ) -> None:
+        self._services = services
+        self._session = session
+        self._opening = opening
+        self.turn = turn
+        self.deltas: list[Delta] = []
+        self.error: Exception | None = None
+        self.done = False
+        self.leaving = False
+        """The last reader went away; it ends as soon as the engine lets go."""
+        self._readers = 0
+        self._news = asyncio.Event()
+        self._upstream: Upstream | None = None
+        self._idle = False
+        self._builder = session.builder(turn)
+        _, deltas = self._builder.feed(turn.recording.ids)
+        self.deltas += deltas
+        self._task: asyncio.Task[None] | None = None
+        if turn.status == "finished":
+            self.deltas += self._builder.finish(ended=turn.finish_reason != "length")
+            self.done = True
+        else:
+            self._task = asyncio.create_task(self._run(), name=f"generation {turn.generation}")
+
+    def attach(self) -> None:
+        """A reader comes."""
+        self._readers += 1
+
+    def detach(self) -> None:
+        """A reader goes; without readers the engine is told to stop, what it made stays."""
+        self._readers -= 1
+        if self._readers == 0:
+            self.stop()
+
+    def stop(self) -> None:
+        """Leave the engine; what was generated stays, and the turn can be continued."""
+        if self.done:
+            return
+        self.leaving = True
+        if self._upstream is not None:
+            self._upstream.interrupt()
+        elif self._idle and self._task is not None:
+            self._task.cancel()
+
+    async def news(self, seen: int, timeout_s: float | None = None) -> bool:
+        """Wait until there are more than ``seen`` deltas or the generation is done; False: nothing in ``timeout_s``."""
+        while len(self.deltas) <= seen and not self.done:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def gone(self) -> None:
+        """Wait for the owner's end, however it ends."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        try:
+            await self._generate()
+        except asyncio.CancelledError:
+            if not self.leaving:
+                raise
+        except SeamlessFlowError as error:
+            await self._fail(error)
+        except Exception as error:  # noqa: BLE001  # a defect of ours must reach the readers, or they wait for ever
+            _log.exception("generation %s", self.turn.generation)
+            await self._fail(error)
+        finally:
+            if self.turn.status == "open":
+                self.turn.status = "aborted"
+            self.done = True
+            self._wake()
+
+    async def _generate(self) -> None:
+        recording, used = self.turn.recording, self.turn.used
+        limit = self._session.policy.hold_limit_s
+        progress, idle, broken = time.monotonic(), 0, 0
+        problem = ""
+        while not self.leaving:
+            before = len(recording.ids)
+            if before >= used.max_new_tokens:
+                await self._end(ended=False)
+                return
+            try:
+                if await self._segment(used.max_new_tokens - before, progress + limit, problem):
+                    return
+            except EngineUnavailable as error:
+                problem = str(error)
+            except EngineProtocolError as error:
+                problem, broken = str(error), broken + 1
+                if broken > _PROTOCOL_ERRORS:
+                    raise
+            if len(recording.ids) > before:
+                progress, idle, broken = time.monotonic(), 0, 0
+                continue
+            if problem:
+                _log.warning("generation %s goes on elsewhere: %s", self.turn.generation, problem)
+            if time.monotonic() - progress > limit:
+                raise DeadlineError(f"{self._what()} got no token for {limit:g} s (pipeline.hold_limit_s): {problem}")
+            self._idle = True
+            await asyncio.sleep(_PAUSES_S[min(idle, len(_PAUSES_S) - 1)])
+            idle += 1
+
+    async def _segment(self, budget: int, deadline: float, problem: str) -> bool:
+        """Generate on one engine until it stops; True when the generation is over."""
+        what = self._what() + (f" (last problem: {problem})" if problem else "")
+        self._idle = True
+        use = await self._services.routes.acquire(self._session.run, self._session.affinity, deadline, what)
+        self._idle = False
+        failed = False
+        try:
+            return await self._on_route(use, budget)
+        except (EngineUnavailable, EngineProtocolError):
+            failed = True
+            raise
+        except EngineRejected as error:
+            raise _as_request_error(error) from error
+        finally:
+            self._services.routes.release(use, suspect=failed)
+
+    async def _on_route(self, use: RouteUse, budget: int) -> bool:
+        turn, route = self.turn, use.route
+        used, start = turn.used, len(turn.recording.ids)
+        number = len(turn.recording.segments)
+        rid = uuid.uuid4().hex
+        seed = segment_seed(used.seed, number)
+        segment = Segment(
+            number, route.node, route.lease, route.engine_kind, rid, route.epoch, route.version, seed, start, start
+        )
+        # Stop strings are found here: an engine cannot see one that straddles a cut.
+        sampling = Sampling(budget, used.temperature, used.top_p, seed=seed)
+        prompt = np.concatenate([self._session.prompt_ids(turn), np.asarray(turn.recording.ids, np.int32)])
+        self._session.affinity = route.lease
+        upstream = Upstream(use.engine, prompt.tolist(), sampling, request_id=rid, salt=f"wv:{route.version}")
+        self._upstream = upstream
+        use.on_cut = upstream.interrupt
+        try:
+            async for batch in upstream.batches():
+                if await self._take(batch, segment):
+                    return True
+            return False
+        finally:
+            self._upstream = None
+            await upstream.close()
+
+    async def _take(self, batch: list[Chunk], segment: Segment) -> bool:
+        """Journal a batch, then show it; True when the generation is over."""
+        recording = self.turn.recording
+        entries: list[Entry] = []
+        if not recording.segments or recording.segments[-1] is not segment:
+            recording.begin(segment)
+            entries.append(replay.segment_entry(self.turn, segment))
+        ids, logprobs, marks = self._join(batch)
+        accepted, deltas = self._builder.feed(ids)
+        self._services.counters.undelivered += len(ids) - accepted
+        ids, logprobs, marks = ids[:accepted], logprobs[:accepted], _cut_marks(marks, accepted)
+        if ids:
+            entries.append(replay.tokens_entry(self.turn, ids, logprobs, marks))
+        spans = [[span.version, span.start, span.end] for chunk in batch for span in chunk.spans or ()]
+        if spans:
+            entries.append(replay.spans_entry(self.turn, spans))
+        stopped = self._builder.stop_string is not None
+        finish = batch[-1].finish
+        over = stopped or (finish is not None and finish.kind != "abort")
+        ended = stopped or (finish is not None and finish.kind == "stop")
+        if over:
+            entries.append(replay.end_entry(self.turn, ended=ended))
+        await self._save(entries)
+        recording.add(ids, logprobs, marks)
+        if spans:
+            recording.amend(spans)
+        if over:
+            deltas += self._session.complete(self.turn, self._builder, ended=ended)
+        self._services.counters.delivered += len(ids)
+        self._show(deltas, done=over)
+        if over and finish is None and self._upstream is not None:
+            self._upstream.interrupt()
+        return over
+
+    def _join(self, batch: Iterable[Chunk]) -> tuple[list[int], list[float], Marks]:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        marks: Marks = []
+        for chunk in batch:
+            ids += chunk.ids
+            logprobs += chunk.logprobs
+            for version, count in self.turn.recording.marks(len(chunk.ids), chunk.version):
+                if marks and marks[-1][0] == version:
+                    marks[-1][1] += count
+                elif count:
+                    marks.append([version, count])
+        return ids, logprobs, marks
+
+    async def _end(self, *, ended: bool) -> None:
+        """Over without another token from an engine."""
+        await self._save([replay.end_entry(self.turn, ended=ended)])
+        self._show(self._session.complete(self.turn, self._builder, ended=ended), done=True)
+
+    async def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.turn.status, self.turn.fault = "failed", f"{type(error).__name__}: {error}"
+        self.turn.infra = not isinstance(error, RequestError | EngineRejected)
+        try:
+            await self._save([replay.fail_entry(self.turn)])
+        except SeamlessFlowError as second:
+            _log.error("generation %s: its failure is not in the journal: %s", self.turn.generation, second)
+
+    async def _save(self, entries: list[Entry]) -> None:
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await opening
+        if entries:
+            await self._services.journal.append(*journal_records(self._session.id, entries))
+
+    def _show(self, deltas: list[Delta], *, done: bool) -> None:
+        if deltas or done:
+            self.deltas += deltas
+            self.done = self.done or done
+            self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _what(self) -> str:
+        return f"turn {self.turn.index} of session {self._session.id}"
+
+
+def journal_records(session: str, entries: Iterable[Entry]) -> list[JournalRecord]:
+    """Entries of a session as records of the journal."""
+    return [JournalRecord(session, entry.kind, entry.data, entry.ids, entry.logprobs) for entry in entries]
+
+
+def _cut_marks(marks: Marks, tokens: int) -> Marks:
+    """The first ``tokens`` tokens of run-length encoded ``marks``."""
+    kept: Marks = []
+    for version, count in marks:
+        take = min(count, tokens)
+        if take:
+            kept.append([version, take])
+        tokens -= take
+    return kept
+
+
+def _as_request_error(error: EngineRejected) -> SeamlessFlowError:
+    """What engines say about too long a prompt, in the error that agents know."""
+    text = str(error)
+    if any(words in text for words in ("longer than the model's context", "is longer than", "maximum context length")):
+        return ContextLengthExceeded(text, param="messages")
+    return error

@@ -1,0 +1,81 @@
+"""The runs this proxy serves: specification and tokenizer of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.trajectory.policy import Policy, derive_seed
+from proxy.trajectory.renderer import Renderer
+from storage.errors import ConfigError
+from storage.ledger import TRAIN, Ledger, SampleKey
+from workflows.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that can be served."""
+
+    name: str
+    spec: RunSpec
+    renderer: Renderer
+
+    def policy(self, key: SampleKey | None = None) -> Policy:
+        """What a session may do: training sessions sample as the run says, whatever the agent asks for."""
+        spec = self.spec
+        greedy_or_not = spec.sampling.temperature
+        if key is not None and key.stream != TRAIN:
+            greedy_or_not = spec.evaluation.temperature
+        return Policy(
+            model=self.name,
+            max_context=spec.model.max_context,
+            max_tokens=spec.sampling.max_tokens,
+            temperature=greedy_or_not,
+            top_p=spec.sampling.top_p,
+            seed=None if key is None else derive_seed(spec.seed, key.stream, key.ordinal, key.sample),
+            max_turns=spec.agent.max_turns,
+            hold_limit_s=spec.pipeline.hold_limit_s,
+            tool_parser=spec.model.tool_parser,
+            tool_open=spec.model.tool_open,
+            tool_close=spec.model.tool_close,
+        )
+
+
+class Runs:
+    """Loads runs from the ledger when they are first needed; tokenizers are shared by model path."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._runs: dict[str, Run] = {}
+        self._renderers: dict[str, Renderer] = {}
+        self._loading = asyncio.Lock()
+
+    async def create(self, run: str, spec: Mapping[str, Any], spec_digest: str) -> None:
+        """Register a run; nothing is entered unless its model's tokenizer loads. Raises ConfigError."""
+        parsed = _parse(run, spec)
+        renderer = await self._renderer(parsed.model.path)
+        await asyncio.to_thread(self._ledger.create_run, run, dict(spec), spec_digest)
+        self._runs[run] = Run(run, parsed, renderer)
+
+    async def get(self, run: str) -> Run:
+        """Raises NotFoundError for a run that the ledger does not have."""
+        if run not in self._runs:
+            info = await asyncio.to_thread(self._ledger.run_info, run)
+            spec = _parse(run, info.spec)
+            self._runs[run] = Run(run, spec, await self._renderer(spec.model.path))
+        return self._runs[run]
+
+    async def _renderer(self, path: str) -> Renderer:
+        async with self._loading:
+            if path not in self._renderers:
+                self._renderers[path] = await asyncio.to_thread(Renderer, path)
+            return self._renderers[path]
+
+
+def _parse(run: str, spec: Mapping[str, Any]) -> RunSpec:
+    try:
+        return RunSpec.model_validate(spec)
+    except ValueError as error:
+        raise ConfigError(f"specification of run {run!r}: {error}") from None

@@ -1,0 +1,142 @@
+"""What a run looks like from the proxy: for people, the CLI and the audit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from proxy.meter import Counters
+from proxy.routes import RouteTable
+from proxy.runs import Runs
+from proxy.sessions import Sessions
+from proxy.trajectory.session import Session
+from storage.journal import Journal
+from storage.ledger import TRAIN, Ledger, SampleRow, State
+from storage.metrics import overlap_fraction
+
+_RATE_WINDOW_S = 10.0
+_DONE = (State.SCORED, State.TRAINED, State.FILTERED, State.FAILED)
+
+
+class Rate:
+    """Tokens per second over the last seconds, from samples of a growing count."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def note(self, count: int) -> None:
+        """Called every second or so."""
+        now = time.monotonic()
+        self._points.append((now, count))
+        while len(self._points) > 2 and now - self._points[0][0] > _RATE_WINDOW_S:
+            self._points.popleft()
+
+    def per_s(self) -> float:
+        if len(self._points) < 2:
+            return 0.0
+        (start, before), (end, after) = self._points[0], self._points[-1]
+        return (after - before) / max(end - start, 1e-9)
+
+
+class Status:
+    """Answers ``GET /control/runs/{run}`` and ``GET /control/sessions/{id}``."""
+
+    def __init__(
+        self, ledger: Ledger, journal: Journal, runs: Runs, sessions: Sessions, routes: RouteTable, counters: Counters
+    ) -> None:
+        self._ledger = ledger
+        self._journal = journal
+        self._runs = runs
+        self._sessions = sessions
+        self._routes = routes
+        self._counters = counters
+        self.rate = Rate()
+
+    async def run(self, name: str) -> dict[str, Any]:
+        """Raises NotFoundError for an unknown run."""
+        await self._runs.get(name)
+        facts = await asyncio.to_thread(self._facts, name)
+        journalled = self._journal.tokens().sampled
+        live = self._sessions.live(name)
+        return {
+            "run": name,
+            **facts,
+            "tokens": {
+                "journalled": journalled,
+                "delivered": self._counters.delivered,
+                "undelivered": self._counters.undelivered,
+                "per_s": round(self.rate.per_s(), 2),
+            },
+            "sessions_in_flight": self._sessions.in_flight(name),
+            "generations_in_flight": sum(session.running() for session in live),
+            "turns": self._counters.turns.get(name, 0),
+            "forks": self._counters.forks.get(name, 0),
+            "routes": self._routes.describe(),
+        }
+
+    def session(self, session: Session) -> dict[str, Any]:
+        """Turns with their outcomes, and the size of the tree."""
+        tree = session.tree
+        return {
+            "session": session.id,
+            "run": session.run,
+            "sealed": session.sealed,
+            "forks": session.forks(),
+            "turns": [
+                {
+                    "turn": turn.index,
+                    "generation": turn.generation,
+                    "outcome": turn.outcome.value,
+                    "reason": turn.reason,
+                    "status": turn.status,
+                    "finish_reason": turn.finish_reason,
+                    "fault": turn.fault,
+                    "prompt_tokens": turn.prompt_tokens,
+                    "completion_tokens": len(turn.recording.ids),
+                    "versions": turn.recording.version_runs(),
+                    "asked": turn.asked,
+                    "used": asdict(turn.used),
+                    "segments": [segment.to_json() for segment in turn.recording.segments],
+                }
+                for turn in session.turns
+            ],
+            "tree": {
+                "spans": len(tree.spans),
+                "prompt_tokens": tree.tokens("prompt"),
+                "completion_tokens": tree.tokens("completion"),
+            },
+        }
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        books = self._ledger.books(name)
+        intervals = self._ledger.intervals(name)
+        trained = [interval for interval in intervals if interval.kind == "train"]
+        generated = [interval for interval in intervals if interval.kind == "generate"]
+        return {
+            "books": {**asdict(books), "balanced": books.balanced},
+            "steps": [asdict(step) for step in self._ledger.steps(name)],
+            "evaluations": self._evaluations(name),
+            "overlap_fraction": overlap_fraction(trained, generated),
+        }
+
+    def _evaluations(self, name: str) -> list[dict[str, Any]]:
+        records = self._ledger.sessions_of(name)
+        streams = {record.key.stream for record in records if record.key is not None} - {TRAIN}
+        return [
+            {"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in sorted(streams, key=_age)
+        ]
+
+
+def _rewards(rows: list[SampleRow]) -> dict[str, Any]:
+    rewards = [row.reward for row in rows if row.reward is not None and row.state is not State.FAILED]
+    done = sum(row.state in _DONE for row in rows)
+    return {"samples": len(rows), "done": done, "n": len(rewards), "mean": fmean(rewards) if rewards else None}
+
+
+def _age(stream: str) -> tuple[int, str]:
+    version = stream.rpartition("/")[2]
+    return (int(version) if version.isdigit() else 0, stream)
