@@ -41,7 +41,7 @@ class AuditActivities:
     async def _leases(self, pool: str) -> tuple[LeaseStatus, ...]:
         if not await self._runs(pool):
             return ()
-        status = await self._client.get_workflow_handle(pool).query("status", result_type=PoolStatus)
+        status: PoolStatus = await self._client.get_workflow_handle(pool).query("status", result_type=PoolStatus)
         return status.leases
 
     async def _dead_leases(self, pool: str) -> list[LeaseStatus]:

@@ -214,7 +214,10 @@ class LedgerActivities:
     def _change_admission(
         self, run: str, stream: str, *, paused: bool | None = None, target_in_flight: int | None = None
     ) -> None:
-        now = self._ledger.admission(run, stream)
+        try:
+            now = self._ledger.admission(run, stream)
+        except NotFoundError:  # nothing was admitted yet; the first step brings the new values
+            return
         self._ledger.set_admission(
             run,
             stream,

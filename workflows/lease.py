@@ -228,7 +228,7 @@ class _EngineRole:
         self.lease = lease
         self.node = lease.task.members[0]
         self.held = False
-        self.seq = -1.0
+        self.applied: MemberReport | None = None
         self.url = ""
         self.failed_version: int | None = None
 
@@ -263,16 +263,19 @@ class _EngineRole:
         report = lease.reports.get(self.node)
         if report is None:
             return
-        if report.seq > self.seq:  # another process, or the same one found again
-            self.seq, self.url, lease.version = report.seq, report.url or "", report.version
-        if report.state == "down":
-            await self._went_down(report)
+        if report is not self.applied:  # another process, or the same one found again
+            self.applied = report
+            if report.state == "down":
+                await self._went_down(report)
+            else:
+                self.url, lease.version = report.url or "", report.version
+        if lease.version is None:
             return
         if lease.hold_wanted != self.held:
             await self._set_hold(lease.hold_wanted)
         if self.held or lease.ending():
             return
-        if lease.target and lease.version is not None and lease.target.version > lease.version:
+        if lease.target and lease.target.version > lease.version:
             await self._load(lease.target)
         if not lease.ending():
             await self._open_route()

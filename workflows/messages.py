@@ -385,6 +385,8 @@ class RunState(Message):
     last_failure: str = ""
     losses: int = 0
     """Times the trainer gang was lost since the last committed step."""
+    engine_losses: int = 0
+    """Times an engine lease was lost since an engine was last ready."""
 
 
 class RunStatus(Message):

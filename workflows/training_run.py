@@ -16,7 +16,13 @@ from typing import Any
 
 from pydantic import ValidationError
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflowError, WorkflowAlreadyStartedError
+from temporalio.exceptions import (
+    ActivityError,
+    ApplicationError,
+    ChildWorkflowError,
+    FailureError,
+    WorkflowAlreadyStartedError,
+)
 from temporalio.workflow import ParentClosePolicy
 
 from workflows import calls
@@ -160,6 +166,7 @@ class TrainingRun:
             state = "ready" if event.state == "ready" else "down"
             self.state.engines[event.lease] = known.model_copy(update={"state": state, "version": event.version})
             self.state.last_failure = event.reason or self.state.last_failure
+            self.state.engine_losses = 0 if state == "ready" else self.state.engine_losses
             self.dirty = True
 
     @workflow.signal(description="Sent by an engine lease: it was revoked and its engine is parked.")
@@ -169,6 +176,9 @@ class TrainingRun:
     @workflow.signal(description="Sent by an engine lease: its engine or node is lost.")
     def lease_lost(self, event: LeaseEvent) -> None:
         self.state.last_failure = f"{event.lease}/{event.epoch}: {event.reason}"
+        self.state.engine_losses += 1
+        if self.state.engine_losses > MAX_LOSSES * len(self.spec.nodes):
+            self.fatal = f"engines were lost {self.state.engine_losses} times in a row; the last: {event.reason}"
         self._forget(event)
 
     @workflow.signal(description='Look again at what the run waits for: {"what": "look"}')
@@ -259,7 +269,7 @@ class TrainingRun:
 
     def _over(self) -> bool:
         if self.fatal:
-            raise ApplicationError(self.fatal, type="DataStreamFailed", non_retryable=True)
+            raise ApplicationError(self.fatal, type="RunFailed", non_retryable=True)
         return self.state.stopping is not None or self.state.step >= self.spec.pipeline.steps
 
     async def _boundary(self) -> None:
@@ -396,13 +406,19 @@ class TrainingRun:
             await workflow.wait_condition(lambda: self.dirty or bool(self.commands))
             self.reconciling, self.dirty = True, False
             while self.commands:
-                entry = self.commands.pop(0)
-                await calls.locally("record_command", entry, type(None), summary=f"audit: {entry.what}")
-                await self._apply_command(entry)
+                await self._carry_out(self.commands.pop(0))
             for key in sorted(self.state.engines):
                 if key in self.state.engines:
                     await self._bring_up(self.state.engines[key])
             self.reconciling = False
+
+    async def _carry_out(self, entry: AuditEntry) -> None:
+        """Record a command and apply it; one that fails is shown and does not stop the ones behind it."""
+        try:
+            await calls.locally("record_command", entry, type(None), summary=f"audit: {entry.what}")
+            await self._apply_command(entry)
+        except FailureError as error:
+            self.state.last_failure = f"{entry.what}: {calls.reason_of(error)}"
 
     async def _apply_command(self, entry: AuditEntry) -> None:
         if entry.what in ("pause", "resume"):

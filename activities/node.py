@@ -1,0 +1,184 @@
+"""Activities of a node agent: supervise an engine or a gang member, load weights, train a step, probe, end.
+
+Supervisors are thin: the processes are detached and live on when a worker, the
+agent or the Temporal server dies (I9). A supervisor parks its process only when
+its activity is *cancelled by request*; in every other case (shutdown, time-out,
+server away) it leaves the process alone and the next attempt finds it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.beat import beating
+from storage.errors import EngineError, GangLost, SeamlessFlowError
+from workers.node_agent.engine import EngineHost
+from workers.node_agent.tokens import TaskTokens
+from workers.node_agent.trainer import TrainerHost
+from workers.residency import EngineResidency, EpochMemory
+from workflows import calls
+from workflows.messages import (
+    EngineHold,
+    EngineTask,
+    GangProbe,
+    GangView,
+    MemberReport,
+    NodeRun,
+    TrainerTask,
+    TrainOutcome,
+    TrainTask,
+)
+
+RESTART_PAUSE_S = (0.1, 0.5, 2.0, 5.0)
+SIGNAL_PAUSE_S = 0.5
+QUIESCE_LIMIT_S = 60.0
+
+
+class NodeActivities:
+    """All activities of one node."""
+
+    def __init__(
+        self,
+        client: Client,
+        node: str,
+        engine: EngineHost,
+        trainer: TrainerHost,
+        epochs: EpochMemory,
+        tokens: TaskTokens,
+    ) -> None:
+        self._client = client
+        self._node = node
+        self._engine = engine
+        self._trainer = trainer
+        self._epochs = epochs
+        self._tokens = tokens
+
+    # Engine
+
+    @activity.defn(name="engine_supervise")
+    async def engine_supervise(self, task: EngineTask) -> None:
+        """Keep the node's engine alive on its last good version until cancelled; then park it."""
+        self._epochs.admit(task.epoch)
+        with self._tokens.kept():
+            try:
+                await beating(self._keep_engine(task))
+            except asyncio.CancelledError:
+                if self._cancelled_by_request() and task.epoch == self._epochs.epoch:
+                    await beating(self._park_engine())
+                raise
+
+    @activity.defn(name="engine_load")
+    async def engine_load(self, task: EngineTask) -> int:
+        """Load a published version; returns it once the engine has confirmed the published checksum."""
+        self._epochs.admit(task.epoch)
+        return await beating(self._engine.load(task))
+
+    @activity.defn(name="engine_hold")
+    async def engine_hold(self, order: EngineHold) -> None:
+        """Pause or resume the engine."""
+        self._epochs.admit(order.epoch)
+        await beating(self._engine.hold(order.hold))
+
+    async def _keep_engine(self, task: EngineTask) -> None:
+        failures = 0
+        while True:
+            found: EngineResidency | None = None
+            try:
+                found = await self._engine.ensure(task)
+                failures = 0
+                await self._report(task, _ready_engine(self._node, found))
+                why = await self._engine.until_dead(found)
+            except EngineError as error:
+                failures += 1
+                why = str(error)
+            activity.logger.warning("%s", why)
+            await self._report(task, _down(self._node, why, found or self._engine.resident()))
+            await asyncio.sleep(RESTART_PAUSE_S[min(failures, len(RESTART_PAUSE_S) - 1)])
+
+    async def _park_engine(self) -> None:
+        try:
+            await self._engine.park()
+        except EngineError as error:  # it is dead or hangs: nothing to park; the next lease starts it again
+            activity.logger.warning("the engine could not be parked and is ended: %s", error)
+            found = self._engine.resident()
+            if found is not None:
+                await found.process.end()
+
+    # Trainer
+
+    @activity.defn(name="gang_probe")
+    async def gang_probe(self, task: GangProbe) -> GangView:
+        """Which gang lives on this node, whole and idle."""
+        return await self._trainer.probe(task.run)
+
+    @activity.defn(name="trainer_supervise")
+    async def trainer_supervise(self, task: TrainerTask) -> None:
+        """Start or find this node's ranks and watch them until cancelled. A dead rank is ``GangLost``."""
+        self._epochs.admit(task.epoch)
+        with self._tokens.kept():
+            try:
+                await beating(self._keep_ranks(task))
+            except asyncio.CancelledError:
+                if self._cancelled_by_request():
+                    await beating(self._park_ranks(task))
+                raise
+
+    @activity.defn(name="train_step")
+    async def train_step(self, task: TrainTask) -> TrainOutcome:
+        """Send one batch to the node's ranks; a repeated call joins the running update or gets its result."""
+        self._epochs.admit(task.epoch)
+        with self._tokens.kept():
+            return await beating(self._trainer.update(task))
+
+    async def _keep_ranks(self, task: TrainerTask) -> None:
+        await self._trainer.ensure(task)
+        ready = MemberReport(node=self._node, state="ready", seq=time.time(), gang=task.gang)
+        await self._report(task, ready)
+        why = await self._trainer.until_dead(task.gang)
+        await self._trainer.end(task.run)
+        raise GangLost(why)
+
+    async def _park_ranks(self, task: TrainerTask) -> None:
+        try:
+            await self._trainer.quiesce(task.gang, limit_s=QUIESCE_LIMIT_S)
+        except SeamlessFlowError as error:  # the next lease probes the ranks and starts a new gang
+            activity.logger.warning("the ranks could not be parked and are ended: %s", error)
+            await self._trainer.end(task.run)
+
+    # Both
+
+    @activity.defn(name="end_residency")
+    async def end_residency(self, task: NodeRun) -> None:
+        """End the processes of a run on this node."""
+        await beating(asyncio.gather(self._engine.end(task.run), self._trainer.end(task.run)))
+
+    def _cancelled_by_request(self) -> bool:
+        details = activity.cancellation_details()
+        return details is not None and details.cancel_requested
+
+    async def _report(self, task: EngineTask | TrainerTask, report: MemberReport) -> None:
+        """Tell the lease; waits for a server that is away."""
+        handle = self._client.get_workflow_handle(calls.lease_id(task.lease, task.epoch))
+        while True:
+            try:
+                await handle.signal("member_report", report)
+                return
+            except RPCError as error:
+                if error.status is RPCStatusCode.NOT_FOUND:  # the lease has ended; the cancel is on its way
+                    return
+                await asyncio.sleep(SIGNAL_PAUSE_S)
+
+
+def _ready_engine(node: str, found: EngineResidency) -> MemberReport:
+    version = found.serving.version if found.serving else None
+    return MemberReport(node=node, state="ready", seq=found.start_time, version=version, url=found.url)
+
+
+def _down(node: str, why: str, found: EngineResidency | None) -> MemberReport:
+    seq = found.start_time if found is not None else time.time()
+    return MemberReport(node=node, state="down", seq=seq, detail=why[-2000:])

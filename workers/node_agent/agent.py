@@ -1,0 +1,133 @@
+"""The node agent's life: find old work, serve the node's queues, register, keep saying that it is alive, reap."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+from temporalio.client import Client, WithStartWorkflowOperation, WorkflowExecutionStatus, WorkflowUpdateFailedError
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.node import NodeActivities
+from workers.cluster import CONTROL_QUEUE, StateFolder, node_queue, nodectl_queue
+from workers.node_agent.engine import EngineHost
+from workers.node_agent.tokens import TaskTokens
+from workers.node_agent.trainer import TrainerHost
+from workers.residency import EpochMemory
+from workers.temporal import activity_worker, connect
+from workflows import calls
+from workflows.messages import NodeInfo, NodeSeen, NodeStatus
+from workflows.resource_pool import PoolState
+from workflows.scheduling.pool import Pool
+
+log = logging.getLogger(__name__)
+
+SEEN_EVERY_S = 10.0
+REAP_EVERY_S = 30.0
+RETRY_S = 0.5
+
+
+class NodeAgent:
+    """One node. ``info`` is what it registers; epoch and boot id are added here."""
+
+    def __init__(self, state: StateFolder, info: NodeInfo, *, host: str = "127.0.0.1") -> None:
+        self._state = state
+        folder = state.node(info.id)
+        self._epochs = EpochMemory(folder / "epoch")
+        self._tokens = TaskTokens(folder / "tasks")
+        self._engine = EngineHost(state, info.id, host=host)
+        self._trainer = TrainerHost(state, info.id, host=host)
+        self._info = info
+        self._suspects: set[str] = set()
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set; processes of the node live on."""
+        client = await connect(self._state.cluster())
+        await self._tokens.fail_old(client)
+        node = self._info.id
+        activities = NodeActivities(client, node, self._engine, self._trainer, self._epochs, self._tokens)
+        work = [activities.engine_supervise, activities.trainer_supervise, activities.train_step]
+        control = [activities.engine_load, activities.engine_hold, activities.gang_probe, activities.end_residency]
+        async with (
+            activity_worker(client, node_queue(node), work, slots=8),
+            activity_worker(client, nodectl_queue(node), control, slots=8),
+        ):
+            await self._register(client)
+            loops = [asyncio.create_task(self._keep_seen(client)), asyncio.create_task(self._reap(client))]
+            await stop.wait()
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+        await self._engine.close()
+
+    async def _register(self, client: Client) -> None:
+        """Update-with-start: the pool exists afterwards, and knows the node."""
+        info = self._info.model_copy(update={"epoch": self._epochs.epoch})
+        cluster = self._state.cluster().cluster
+        while True:
+            start = WithStartWorkflowOperation(
+                "ResourcePool",
+                PoolState(pool=Pool(cluster=cluster)),
+                id=calls.pool_id(cluster),
+                task_queue=CONTROL_QUEUE,
+                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+                static_summary=f"nodes of cluster {cluster}",
+            )
+            try:
+                status = await client.execute_update_with_start_workflow(
+                    "add_node", info, start_workflow_operation=start, result_type=NodeStatus
+                )
+                log.info("registered: %s", status)
+                return
+            except (RPCError, WorkflowUpdateFailedError) as error:
+                log.warning("registering node %s failed, trying again: %s", info.id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _keep_seen(self, client: Client) -> None:
+        seen = NodeSeen(node=self._info.id, boot_id=self._info.boot_id)
+        pool = calls.pool_id(self._state.cluster().cluster)
+        while True:
+            await asyncio.sleep(SEEN_EVERY_S)
+            try:
+                await client.get_workflow_handle(pool).signal("node_seen", seen)
+            except RPCError as error:
+                if error.status is RPCStatusCode.NOT_FOUND:  # the pool was terminated: start it again
+                    await self._register(client)
+                else:
+                    log.warning("the pool was not told that %s is alive: %s", self._info.id, error)
+
+    async def _reap(self, client: Client) -> None:
+        """End processes whose run has ended; never a parked process of a living run."""
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            with contextlib.suppress(RPCError):
+                await self.reap_once(client)
+
+    async def reap_once(self, client: Client) -> None:
+        """One look; a run has to be found ended twice in a row before its processes are."""
+        engine, gang = self._engine.resident(), self._trainer.resident()
+        runs = {found.run for found in (engine, gang) if found is not None}
+        ended = {run for run in runs if await _has_ended(client, calls.run_id(run))}
+        for run in sorted(ended & self._suspects):
+            log.info("run %s has ended: its processes on %s are ended too", run, self._info.id)
+            await self._engine.end(run)
+            await self._trainer.end(run)
+        self._suspects = ended
+
+
+def boot_id() -> str:
+    """Identity of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+async def _has_ended(client: Client, workflow_id: str) -> bool:
+    try:
+        description = await client.get_workflow_handle(workflow_id).describe()
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            return True
+        raise
+    return description.status is not WorkflowExecutionStatus.RUNNING

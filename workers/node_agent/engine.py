@@ -1,0 +1,261 @@
+"""The engine process of a node: start, find again, load, hold, park, restart on the last good version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from storage.errors import ConfigError, EngineError, EngineUnavailable, IntegrityError
+from workers.cluster import StateFolder
+from workers.engines.base import Engine
+from workers.engines.sglang import SglangEngine
+from workers.node_agent.spawn import free_port, spawn, tail
+from workers.residency import EngineResidency
+from workflows.messages import EngineTask, WeightsRef
+from workflows.spec import EngineSpec, NodeSpec, RunSpec
+
+log = logging.getLogger(__name__)
+
+START_LIMIT_S = 300.0
+POLL_S = 0.1
+DEAD_POLL_S = 0.2
+DRAIN_LIMIT_S = 10.0
+HANG_LIMIT_S = 60.0
+PROBE_EVERY_S = 2.0
+
+
+class EngineHost:
+    """One node's engine. Methods that change it are serialised; only the newest lease's commands get here."""
+
+    def __init__(
+        self, state: StateFolder, node: str, *, host: str = "127.0.0.1", connect: Callable[[str], Engine] = SglangEngine
+    ) -> None:
+        self._state = state
+        self._node = node
+        self._host = host
+        self._connect = connect
+        self._file = state.node(node) / "engine.json"
+        self._log = state.logs / f"engine-{node}.log"
+        self._lock = asyncio.Lock()
+        self._adapters: dict[str, Engine] = {}
+
+    def resident(self) -> EngineResidency | None:
+        """The engine that runs on this node, if any."""
+        found = EngineResidency.read(self._file)
+        return found if found is not None and found.process.alive() else None
+
+    async def ensure(self, task: EngineTask) -> EngineResidency:
+        """Find the run's engine, or start it; returns when it serves confirmed weights and is not paused."""
+        async with self._lock:
+            last = EngineResidency.read(self._file)
+            found = self.resident()
+            if found is not None and found.run != task.run:
+                await found.process.end()
+                found = None
+            if found is None:
+                found = await self._start(task, last)
+            await self._wait_ready(found)
+            found = await self._confirm(found, task)
+            await self._engine(found).resume()
+            return self._remember(found, epoch=task.epoch)
+
+    async def load(self, task: EngineTask) -> int:
+        """Change weights between two tokens; returns the version the engine confirmed by checksum."""
+        async with self._lock:
+            found = self._must_run()
+            if found.serving == task.weights:
+                return task.weights.version
+            engine = self._engine(found)
+            await engine.pause(task.spec.engine.sync_mode)
+            try:
+                await self._load(found, task.weights)
+            except (EngineError, IntegrityError):
+                with contextlib.suppress(EngineError):  # it may be gone; the failed load is what matters
+                    await engine.resume()
+                raise
+            self._remember(found, epoch=task.epoch, serving=task.weights)
+            await engine.resume()
+            return task.weights.version
+
+    async def hold(self, paused: bool) -> None:
+        """Pause (True) or resume (False) the engine where it is."""
+        async with self._lock:
+            engine = self._engine(self._must_run())
+            await (engine.pause("in_place") if paused else engine.resume())
+
+    async def park(self) -> None:
+        """Quiesce: what still runs is cut, then the engine is paused and stays resident."""
+        async with self._lock:
+            found = self.resident()
+            if found is None:
+                return
+            engine = self._engine(found)
+            await self._drain(engine)
+            await engine.pause("in_place")
+
+    async def end(self, run: str) -> None:
+        """End the engine if it belongs to ``run``."""
+        async with self._lock:
+            found = self.resident()
+            if found is not None and found.run == run:
+                await found.process.end()
+                self._file.unlink(missing_ok=True)
+
+    async def until_dead(self, found: EngineResidency) -> str:
+        """Watch the engine; returns why it counts as dead (it is, or it has not answered for a minute)."""
+        answered = probed = time.monotonic()
+        while found.process.alive():
+            now = time.monotonic()
+            if now - probed > PROBE_EVERY_S:
+                probed = now
+                if await self._answers(found):
+                    answered = now
+                elif now - answered > HANG_LIMIT_S:
+                    await found.process.end()
+                    return (
+                        f"engine on {self._node} (pid {found.pid}) did not answer for {HANG_LIMIT_S:g} s; it was killed"
+                    )
+            await asyncio.sleep(DEAD_POLL_S)
+        return f"engine on {self._node} (pid {found.pid}) has died; end of {self._log}:\n{tail(self._log)[-1000:]}"
+
+    async def close(self) -> None:
+        """Release connections; the engine goes on."""
+        for adapter in self._adapters.values():
+            await adapter.close()
+
+    # Mechanics
+
+    async def _start(self, task: EngineTask, last: EngineResidency | None) -> EngineResidency:
+        node = node_spec(task.spec, self._node)
+        port = free_port(self._host)
+        command = engine_command(task.spec, node, self._host, port, self._state.node(self._node) / "tokens.jsonl")
+        process = await asyncio.to_thread(
+            spawn, command, log=self._log, cores=node.cores, threads=node.threads, environment={}
+        )
+        log.info("started the engine of %s: pid %d, port %d", task.run, process.pid, port)
+        found = EngineResidency(
+            pid=process.pid,
+            start_time=process.start_time,
+            host=self._host,
+            port=port,
+            run=task.run,
+            kind=task.spec.engine.kind,
+            epoch=task.epoch,
+            good=_good(last, task.run),
+        )
+        found.write(self._file)
+        return found
+
+    async def _wait_ready(self, found: EngineResidency) -> None:
+        end = time.monotonic() + START_LIMIT_S
+        while not await self._answers(found):
+            if not found.process.alive():
+                raise EngineUnavailable(
+                    f"the engine on {self._node} did not start; end of {self._log}:\n{tail(self._log)}"
+                )
+            if time.monotonic() > end:
+                raise EngineUnavailable(f"the engine on {self._node} was not ready within {START_LIMIT_S:g} s")
+            await asyncio.sleep(POLL_S)
+
+    async def _confirm(self, found: EngineResidency, task: EngineTask) -> EngineResidency:
+        """Make the engine serve the newest weights known here; if they cannot be loaded, the last good ones."""
+        good = found.good
+        wanted = task.weights if good is None or good.version <= task.weights.version else good
+        if found.serving == wanted:
+            return found
+        try:
+            await self._load(found, wanted)
+        except (EngineError, IntegrityError):
+            if good is None or good == wanted:
+                raise
+            log.exception("version %d cannot be loaded; going on with %d", wanted.version, good.version)
+            wanted = good
+            await self._load(found, wanted)
+        return self._remember(found, epoch=task.epoch, serving=wanted)
+
+    async def _load(self, found: EngineResidency, weights: WeightsRef) -> None:
+        loaded = await self._engine(found).load_weights(weights.path, weights.version)
+        if loaded.checksum is not None and loaded.checksum != weights.digest:
+            await found.process.end()  # nobody knows what it serves now; it restarts on the last good version
+            raise IntegrityError(
+                f"the engine on {self._node} loaded {weights.path} with checksum {loaded.checksum}, "
+                f"version {weights.version} was published with {weights.digest}: the engine was ended"
+            )
+
+    async def _drain(self, engine: Engine) -> None:
+        """Its route is closed, so requests end by themselves; what does not is aborted."""
+        end = time.monotonic() + DRAIN_LIMIT_S
+        aborted = False
+        while (load := await engine.stats()).running + load.waiting:
+            if time.monotonic() > end:
+                raise EngineUnavailable(
+                    f"{load.running} requests did not end on {self._node} within {DRAIN_LIMIT_S:g} s"
+                )
+            if not aborted:
+                await engine.abort(None)
+                aborted = True
+            await asyncio.sleep(POLL_S)
+
+    async def _answers(self, found: EngineResidency) -> bool:
+        try:
+            return await self._engine(found).ready()
+        except EngineError:
+            return False
+
+    def _must_run(self) -> EngineResidency:
+        found = self.resident()
+        if found is None:
+            raise EngineUnavailable(f"no engine runs on {self._node}: its supervisor starts it again")
+        return found
+
+    def _engine(self, found: EngineResidency) -> Engine:
+        if found.url not in self._adapters:
+            self._adapters[found.url] = self._connect(found.url)
+        return self._adapters[found.url]
+
+    def _remember(self, found: EngineResidency, *, epoch: int, serving: WeightsRef | None = None) -> EngineResidency:
+        change = {"epoch": epoch} if serving is None else {"epoch": epoch, "serving": serving, "good": serving}
+        changed = found.model_copy(update=change)
+        changed.write(self._file)
+        return changed
+
+
+def _good(last: EngineResidency | None, run: str) -> WeightsRef | None:
+    """The version that the run's previous engine on this node had confirmed."""
+    return last.good if last is not None and last.run == run else None
+
+
+def node_spec(spec: RunSpec, node: str) -> NodeSpec:
+    """The node's section of the run file."""
+    for entry in spec.nodes:
+        if entry.id == node:
+            return entry
+    raise ConfigError(f"run {spec.run} has no node {node!r}: its nodes are {', '.join(n.id for n in spec.nodes)}")
+
+
+def engine_command(spec: RunSpec, node: NodeSpec, host: str, port: int, token_log: Path) -> list[str]:
+    """Command line of the run's engine on a node."""
+    engine: EngineSpec = spec.engine
+    command = [engine.python or sys.executable, "-m", f"workers.engines.{engine.kind}"]
+    flags: dict[str, object] = {
+        "--model-path": spec.model.path,
+        "--host": host,
+        "--port": port,
+        "--weight-version": 0,
+        "--dtype": spec.model.dtype,
+        "--max-running": engine.max_running,
+        "--max-context": spec.model.max_context,
+        "--kv-tokens": engine.kv_tokens,
+        "--threads": node.threads,
+        "--seed": spec.seed,
+    }
+    if engine.log_tokens:
+        flags["--log-tokens"] = token_log
+    for name, value in flags.items():
+        command += [name, str(value)]
+    return command

@@ -1,0 +1,74 @@
+"""Starting processes that outlive their starter."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from storage.errors import ConfigError
+from workers.residency import ProcessRef
+
+TAIL_BYTES = 4000
+
+
+def spawn(
+    command: Sequence[str], *, log: Path, cores: Sequence[int], threads: int, environment: Mapping[str, str]
+) -> ProcessRef:
+    """Start ``command`` in a session of its own, pinned to ``cores`` (empty: not pinned), output appended to ``log``.
+
+    Raises :class:`ConfigError` if it cannot be started or pinned.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    with log.open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **environment, **limits},
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error.strerror or error}") from None
+    reference = ProcessRef(pid=process.pid, start_time=psutil.Process(process.pid).create_time())
+    process.returncode = 0  # it is not waited for here: residency reaps it, also after a restart of this process
+    if cores:
+        _pin(process.pid, cores)
+    return reference
+
+
+def _pin(pid: int, cores: Sequence[int]) -> None:
+    try:
+        os.sched_setaffinity(pid, cores)
+    except ProcessLookupError:
+        return  # it has ended already; whoever waits for it will see why
+    except OSError as error:
+        os.kill(pid, 9)
+        offered = sorted(os.sched_getaffinity(0))
+        raise ConfigError(
+            f"cores {list(cores)} cannot be used ({error.strerror}): this machine offers {offered}"
+        ) from None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for error messages."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            return file.read().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return "(no log)"

@@ -1,0 +1,274 @@
+"""The trainer ranks of a node: one member of a gang. Start, find again, drive an update, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from storage.errors import DeadlineError, GangLost, SeamlessFlowError, TrainerError
+from workers.cluster import StateFolder
+from workers.node_agent.engine import node_spec
+from workers.node_agent.spawn import free_port, spawn, tail
+from workers.residency import GangResidency
+from workers.trainer.client import TrainerClient
+from workers.trainer.launch import Launch, Residency
+from workers.trainer.messages import TrainerStatus, UpdateRequest, UpdateResult
+from workflows.messages import (
+    CheckpointRef,
+    GangView,
+    TrainerTask,
+    TrainOutcome,
+    TrainTask,
+    WeightsRef,
+)
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+START_LIMIT_S = 600.0
+POLL_S = 0.1
+IDLE = frozenset({"ready"})
+
+
+class TrainerHost:
+    """One node's ranks. A gang whose rank died is ended as a whole and never repaired."""
+
+    def __init__(self, state: StateFolder, node: str, *, host: str = "127.0.0.1") -> None:
+        self._state = state
+        self._node = node
+        self._host = host
+        self._folder = state.node(node)
+        self._file = self._folder / "gang.json"
+        self._lock = asyncio.Lock()
+
+    async def probe(self, run: str) -> GangView:
+        """Which gang lives here with all its ranks idle, and at which version."""
+        found = GangResidency.read(self._file)
+        none = GangView(node=self._node, gang=None, ranks=0, host=self._host, free_port=free_port(self._host))
+        if found is None or found.run != run or not found.complete or found.dead():
+            return none
+        try:
+            statuses = await asyncio.gather(*(self._status(rank) for rank in found.ranks))
+        except SeamlessFlowError as error:
+            log.warning("gang %s does not answer: %s", found.gang, error)
+            return none
+        versions = {status.version for status in statuses}
+        if len(versions) != 1 or any(status.phase not in IDLE for status in statuses):
+            return none
+        return none.model_copy(update={"gang": found.gang, "ranks": len(found.ranks), "version": versions.pop()})
+
+    async def ensure(self, task: TrainerTask) -> None:
+        """Find the gang's ranks, or end what is here and start them; returns when they are ready.
+
+        Raises :class:`GangLost` if a rank of this very gang has died.
+        """
+        async with self._lock:
+            found = GangResidency.read(self._file)
+            if found is None or found.gang != task.gang:
+                await self._end()
+                await self._launch(task)
+            await self._wait_ready(task.gang)
+
+    async def until_dead(self, gang: str) -> str:
+        """Watch the ranks; returns why the gang is lost."""
+        while True:
+            if why := self._lost(gang):
+                return why
+            await asyncio.sleep(POLL_S)
+
+    async def quiesce(self, gang: str, *, limit_s: float) -> None:
+        """Wait until a running update has ended, so that the node can be used by others.
+
+        Raises :class:`GangLost` after ``limit_s``: the ranks were ended instead.
+        """
+        found = GangResidency.read(self._file)
+        if found is None or found.gang != gang:
+            return
+        end = time.monotonic() + limit_s
+        while True:
+            statuses = [await self._status(rank) for rank in found.ranks]
+            if all(status.phase in (*IDLE, "failed") for status in statuses):
+                return
+            if time.monotonic() > end:
+                await self.end(found.run)
+                raise GangLost(f"gang {gang} was busy for {limit_s:g} s after it was revoked: its ranks were ended")
+            await asyncio.sleep(POLL_S)
+
+    async def update(self, task: TrainTask) -> TrainOutcome:
+        """Send one update to every rank of the node; all of them or none answer with a result."""
+        found = GangResidency.read(self._file)
+        if found is None or found.gang != task.gang:
+            raise GangLost(f"gang {task.gang} is not on {self._node} (here: {found.gang if found else 'none'})")
+        start = time.time()
+        watch = asyncio.ensure_future(self.until_dead(task.gang))
+        calls = [asyncio.ensure_future(self._update_rank(rank, task)) for rank in found.ranks]
+        try:
+            results = await _all_or_first(calls, watch)
+        except DeadlineError as error:
+            raise GangLost(f"step {task.manifest.step} took longer than {task.time_limit_s:g} s: {error}") from error
+        finally:
+            await _cancel(watch, *calls)
+        leader = results[0] if found.ranks[0] == 0 else None
+        return TrainOutcome(
+            node=self._node,
+            start=start,
+            end=time.time(),
+            checkpoint=_checkpoint(leader) if leader else None,
+            metrics={k: float(v) for k, v in results[0].metrics.model_dump().items()},
+        )
+
+    async def end(self, run: str) -> None:
+        """End the ranks if they belong to ``run``."""
+        found = GangResidency.read(self._file)
+        if found is not None and found.run == run:
+            await self._end()
+
+    def resident(self) -> GangResidency | None:
+        """The ranks that were started here, dead ones included."""
+        return GangResidency.read(self._file)
+
+    # Mechanics
+
+    async def _launch(self, task: TrainerTask) -> None:
+        node = node_spec(task.spec, self._node)
+        ranks = tuple(range(task.first_rank, task.first_rank + task.ranks))
+        gang = GangResidency(gang=task.gang, run=task.run, ranks=ranks)
+        gang.write(self._file)
+        for local, rank in enumerate(ranks):
+            launch = self._launch_file(task, rank, local)
+            launch_path = self._folder / f"launch-{rank}.json"
+            launch.write(launch_path)
+            command = [sys.executable, "-m", "workers.trainer", "--launch", str(launch_path)]
+            process = await asyncio.to_thread(
+                spawn, command, log=self._log(rank), cores=node.cores, threads=node.threads, environment={}
+            )
+            gang = gang.model_copy(update={"processes": (*gang.processes, process)})
+            gang.write(self._file)
+        log.info("started gang %s: ranks %s, pids %s", gang.gang, ranks, [p.pid for p in gang.processes])
+
+    def _launch_file(self, task: TrainerTask, rank: int, local: int) -> Launch:
+        node = node_spec(task.spec, self._node)
+        checkpoint = task.checkpoint
+        return Launch(
+            spec=task.spec,
+            state=self._state.root,
+            rank=rank,
+            world_size=task.world_size,
+            local_rank=local,
+            master_addr=task.master_addr,
+            master_port=task.master_port,
+            control_host=self._host,
+            token=secrets.token_hex(32),
+            epoch=task.epoch,
+            checkpoint=Path(checkpoint.path) if checkpoint.path else None,
+            checkpoint_digest=checkpoint.digest or None,
+            residency=self._rank_file(rank),
+            threads=node.threads,
+            cores=node.cores,
+        )
+
+    async def _wait_ready(self, gang: str) -> None:
+        found = GangResidency.read(self._file)
+        if found is None or not found.complete:
+            raise GangLost(f"gang {gang} was not started completely on {self._node}")
+        watch = asyncio.ensure_future(self.until_dead(gang))
+        ready = [asyncio.ensure_future(self._rank_ready(rank)) for rank in found.ranks]
+        try:
+            await _all_or_first(ready, watch)
+        except (DeadlineError, TrainerError):
+            await self._end()
+            raise
+        finally:
+            await _cancel(watch, *ready)
+
+    async def _rank_ready(self, rank: int) -> TrainerStatus:
+        end = time.monotonic() + START_LIMIT_S
+        while not self._rank_file(rank).exists():
+            if time.monotonic() > end:
+                raise DeadlineError(f"rank {rank} on {self._node} opened no control port within {START_LIMIT_S:g} s")
+            await asyncio.sleep(POLL_S)
+        async with self._client(rank) as client:
+            return await client.wait_ready(deadline_s=START_LIMIT_S)
+
+    async def _update_rank(self, rank: int, task: TrainTask) -> UpdateResult:
+        request = UpdateRequest(
+            lineage=task.lineage,
+            step=task.manifest.step,
+            manifest_key=task.manifest.key,
+            manifest_digest=task.manifest.digest,
+            epoch=task.epoch,
+        )
+        async with self._client(rank) as client:
+            return await client.update(request, deadline_s=task.time_limit_s)
+
+    async def _status(self, rank: int) -> TrainerStatus:
+        async with self._client(rank) as client:
+            return await client.status()
+
+    async def _end(self) -> None:
+        found = GangResidency.read(self._file)
+        if found is None:
+            return
+        await asyncio.gather(*(process.end() for process in found.processes))
+        for rank in found.ranks:
+            self._rank_file(rank).unlink(missing_ok=True)
+        self._file.unlink(missing_ok=True)
+
+    def _lost(self, gang: str) -> str:
+        found = GangResidency.read(self._file)
+        if found is None or found.gang != gang:
+            return f"gang {gang} was ended on {self._node}"
+        dead = found.dead()
+        if not dead:
+            return ""
+        return (
+            f"rank {dead[0]} on {self._node} has died; end of {self._log(dead[0])}:\n{tail(self._log(dead[0]))[-1000:]}"
+        )
+
+    def _client(self, rank: int) -> TrainerClient:
+        try:
+            return TrainerClient.of(Residency.model_validate_json(self._rank_file(rank).read_text()))
+        except FileNotFoundError:
+            raise GangLost(f"rank {rank} on {self._node} has no residency file: it was ended") from None
+
+    def _rank_file(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.json"
+
+    def _log(self, rank: int) -> Path:
+        return self._state.logs / f"trainer-{self._node}-{rank}.log"
+
+
+async def _all_or_first(calls: Sequence[asyncio.Future[_T]], watch: asyncio.Future[str]) -> list[_T]:
+    """Results of all calls; the first failure, or the death of a rank (GangLost), ends the wait."""
+    waiting: set[asyncio.Future[Any]] = {*calls, watch}
+    while waiting - {watch}:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if watch in done:
+            raise GangLost(watch.result())
+        for call in done:
+            call.result()
+    return [call.result() for call in calls]
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _checkpoint(result: UpdateResult) -> CheckpointRef:
+    return CheckpointRef(
+        lineage=result.lineage,
+        step=result.step,
+        version=result.version,
+        path=result.checkpoint_path,
+        digest=result.checkpoint_digest,
+        weights=WeightsRef(version=result.version, path=result.weights_path, digest=result.weights_digest),
+    )
