@@ -112,7 +112,7 @@ class Child:
             value = await self._invoke(job)
             return judge_reward(value) if self._kind == "reward" else _json_outcome(value)
         except asyncio.CancelledError:
-            job.where = traceback.format_exc()
+            job.where = job.where or traceback.format_exc()
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (user code may raise anything)
             detail = tail("".join(traceback.format_exception(error)))
