@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -68,6 +68,7 @@ class ControlClient:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._deadline_s = deadline_s
         self._http: aiohttp.ClientSession | None = None
+        self._claim_in_doubt = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,10 +120,22 @@ class ControlClient:
 
     # Samples
 
-    async def claim_samples(self, run: str, stream: str, worker: str, limit: int) -> list[ClaimedSample]:
-        """Take up to ``limit`` samples to run; each comes with a fresh session and key."""
-        body = {"stream": stream, "worker": worker, "limit": limit}
-        rows = await self._call("POST", f"/control/runs/{_q(run)}/samples/claim", body)
+    async def claim_samples(
+        self, run: str, stream: str, worker: str, limit: int, *, holding: Iterable[str] = ()
+    ) -> list[ClaimedSample]:
+        """Take up to ``limit`` samples to run; each comes with a fresh session and key.
+
+        ``holding`` names the sessions this worker has already. It is sent when
+        an earlier answer may have been lost, so that samples which the worker
+        was given but never saw are put back. One claim at a time per worker.
+        """
+        body: dict[str, Any] = {"stream": stream, "worker": worker, "limit": limit}
+        doubt = {"holding": list(holding)}
+        path = f"/control/runs/{_q(run)}/samples/claim"
+        body |= doubt if self._claim_in_doubt else {}
+        self._claim_in_doubt = True
+        rows = await self._call("POST", path, body, again={**body, **doubt})
+        self._claim_in_doubt = False
         return [ClaimedSample(**row) for row in rows]
 
     async def finish_sample(self, run: str, session: str, output: Any) -> str:
@@ -218,8 +231,15 @@ class ControlClient:
             return False
         return status == 200
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send until answered or the deadline; connection errors and 503 are repeated."""
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        again: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Send until answered or the deadline; connection errors and 503 are repeated, with the body ``again``."""
         started = time.monotonic()
         attempt = 0
         while True:
@@ -237,6 +257,7 @@ class ControlClient:
                     f"{method} {self._url}{path}: no answer from the proxy within {self._deadline_s:g} s ({problem})"
                 )
             attempt += 1
+            body = body if again is None else again
             await asyncio.sleep(pause)
 
     async def _send(

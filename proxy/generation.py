@@ -197,7 +197,8 @@ class Generation:
             number, route.node, route.lease, route.engine_kind, rid, route.epoch, route.version, seed, start, start
         )
         # Stop strings are found here: an engine cannot see one that straddles a cut.
-        sampling = Sampling(budget, used.temperature, used.top_p, seed=seed)
+        stops = tuple(sorted(self._session.renderer.eos_ids))
+        sampling = Sampling(budget, used.temperature, used.top_p, stop_token_ids=stops, seed=seed)
         prompt = np.concatenate([self._session.prompt_ids(turn), np.asarray(turn.recording.ids, np.int32)])
         self._session.affinity = route.lease
         upstream = Upstream(use.engine, prompt.tolist(), sampling, request_id=rid, salt=f"wv:{route.version}")
