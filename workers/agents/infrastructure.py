@@ -57,13 +57,13 @@ def _is_fault(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return status >= 500
-    kind = type(error)
-    from_client = kind.__module__.partition(".")[0] in CLIENTS
-    if from_client and _server_said(error):
+    if isinstance(error, ConnectionError):
         return True
-    return (from_client and any(word in kind.__name__ for word in CONNECTION_WORDS)) or isinstance(
-        error, ConnectionError
-    )
+    if type(error).__module__.partition(".")[0] not in CLIENTS:
+        return False
+    # Time-outs of a client are kinds of its connection errors: a request may be held for longer than a client waits.
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return _server_said(error) or any(word in name for name in names for word in CONNECTION_WORDS)
 
 
 def _status(error: BaseException) -> int | None:

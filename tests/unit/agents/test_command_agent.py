@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,7 @@ open({str(pid_file)!r}, "w").write(str(child.pid))
 
 async def test_a_cancelled_command_is_killed() -> None:
     task = asyncio.create_task(run("import time; time.sleep(3600)"))
-    while not psutil.Process().children():
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(psutil.Process().children()))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -96,6 +96,10 @@ async def test_a_command_that_cannot_be_started_is_a_mistake_in_the_run_file(tar
 
 async def gone(pid: int) -> None:
     """Wait until the process is dead; an orphan that nobody reaped counts as dead."""
+    await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while not true():  # noqa: ASYNC110 (other processes set no event)
             await asyncio.sleep(0.01)

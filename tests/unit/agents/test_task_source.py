@@ -18,7 +18,7 @@ from workflows.spec import RunSpec
 def file(tmp_path: Path) -> Callable[..., Path]:
     def write(count: int = 10, name: str = "tasks.jsonl") -> Path:
         path = tmp_path / name
-        path.write_text("".join(json.dumps({"n": n, "text": f"Aufgabe {n} – ü"}) + "\n" for n in range(count)))
+        path.write_text("".join(json.dumps({"n": n, "text": f"Aufgabe {n} ü"}) + "\n" for n in range(count)))
         return path
 
     return write
@@ -84,7 +84,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
     path.write_text('{"n": 0}\n[1]\n{"n": \n{"n": 3}\n\n')
     source = TaskSource(path)
     problems = list(source.problems())
-    assert [problem.split(": ", 1)[1] for problem in problems][0] == "a task is a JSON object, not list"
+    assert problems[0].endswith("line 2: a task is a JSON object, not list")
     assert "line 3: not JSON" in problems[1]
     assert len(problems) == 2
     with pytest.raises(ConfigError, match="line 2"):
