@@ -18,7 +18,7 @@ import json
 import socket
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -129,7 +129,7 @@ class ProxyServer:
         self._server = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="proxy server")
         async with asyncio.timeout(_START_LIMIT_S):
-            while not self._server.started:
+            while not self._server.started:  # noqa: ASYNC110  # uvicorn tells by a flag only
                 await asyncio.sleep(0.005)
         self.control = ControlClient(self.url, CONTROL_KEY, deadline_s=20)
         return self
