@@ -24,10 +24,10 @@ def check_memory(spec: RunSpec) -> Iterator[tuple[Location, str]]:
     """Compare the nodes' engines and ranks, all on this machine, with its memory (or this container's)."""
     try:
         parameters = count_parameters(Path(spec.model.path))
+        need = sum(node_bytes(spec, node, parameters) for node in spec.nodes)
     except (OSError, ValueError):
         return  # the model check tells what is wrong with the files
     available = memory_limit()
-    need = sum(node_bytes(spec, node, parameters) for node in spec.nodes)
     if need > available:
         yield (
             ("nodes",),

@@ -181,6 +181,12 @@ def test_a_run_that_cannot_fit_into_memory_is_refused(run_file: Path, monkeypatc
     assert "this machine has 1.0 GiB" in problem.message
 
 
+def test_a_model_that_is_not_there_yet_is_the_only_problem(run_file: Path) -> None:
+    run_file.write_text(GOOD.replace("path: model", "path: later"))
+    (problem,) = check_run(run_file).problems
+    assert problem.where == "model.path"
+
+
 def test_parameters_are_counted_from_the_headers(run_file: Path) -> None:
     assert memory.count_parameters(run_file.parent / "model") == 8
 
