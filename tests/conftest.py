@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,3 +28,11 @@ def object_store(weed: Weed) -> Iterator[ObjectStore]:
     store = weed.store("tests", deadline_s=30.0)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the warm-started 0.13 M-parameter model and its tasks."""
+    out = tmp_path_factory.mktemp("tiny")
+    subprocess.run([sys.executable, "-m", "examples.models.tiny", "--out", str(out)], check=True, timeout=120)
+    return out

@@ -389,6 +389,20 @@ class RunState(Message):
     """Times an engine lease was lost since an engine was last ready."""
 
 
+class RunInput(RunSpec):
+    """Input of ``TrainingRun``: a run file, and what an earlier execution of it handed over.
+
+    One object, because Temporal keeps types only when it is given every argument, and a user gives one JSON.
+    """
+
+    carried: RunState | None = None
+    """Leave it out: continue-as-new fills it."""
+
+    def run_file(self) -> RunSpec:
+        """The run file alone."""
+        return RunSpec.model_validate(self.model_dump(exclude={"carried"}))
+
+
 class RunStatus(Message):
     """Answer of a run's query ``status``."""
 

@@ -43,6 +43,7 @@ from workflows.messages import (
     NodeRun,
     Pause,
     RewindInput,
+    RunInput,
     RunResult,
     RunStart,
     RunState,
@@ -74,11 +75,11 @@ class TrainingRun:
     """See the module. Id ``run/<run>``."""
 
     @workflow.init
-    def __init__(self, spec: RunSpec, state: RunState | None = None) -> None:
-        self.spec = spec
-        self.state = state or RunState()
+    def __init__(self, given: RunInput) -> None:
+        self.spec = given.run_file()
+        self.state = given.carried or RunState()
         self.waiting_for = ""
-        self.pool = calls.pool_id(spec.cluster)
+        self.pool = calls.pool_id(self.spec.cluster)
         self.step_running: str | None = None
         self.dirty = True
         self.reconciling = False
@@ -210,10 +211,9 @@ class TrainingRun:
     # Life
 
     @workflow.run
-    async def run(self, spec: RunSpec, state: RunState | None = None) -> RunResult:
-        workflow.upsert_search_attributes(
-            [calls.SF_RUN.value_set(spec.run), calls.SF_TAGS.value_set(sorted({t for n in spec.nodes for t in n.tags}))]
-        )
+    async def run(self, given: RunInput) -> RunResult:
+        tags = sorted({tag for node in self.spec.nodes for tag in node.tags})
+        workflow.upsert_search_attributes([calls.SF_RUN.value_set(self.spec.run), calls.SF_TAGS.value_set(tags)])
         reconcile = asyncio.create_task(self._reconcile())
         try:
             if not self.state.started:
@@ -283,7 +283,7 @@ class TrainingRun:
             await workflow.wait_condition(
                 lambda: workflow.all_handlers_finished() and not (self.dirty or self.reconciling or self.commands)
             )
-            workflow.continue_as_new(args=[self.spec, self.state])
+            workflow.continue_as_new(RunInput(**dict(self.spec), carried=self.state))
 
     async def _step(self) -> None:
         state = self.state

@@ -1,0 +1,333 @@
+"""Everything the workflows ask the world to do, played by one object that notes what was asked.
+
+The workflows and the Temporal server are real. ``log`` holds one line an event, in order; hooks script failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from temporalio import activity
+from temporalio.client import Client, WithStartWorkflowOperation, WorkflowHandle
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.exceptions import ApplicationError
+
+from activities.beat import beating
+from storage.errors import GangLost
+from workers.cluster import CONTROL_QUEUE, node_queue, nodectl_queue, tag_queue
+from workers.control import control_worker
+from workers.temporal import activity_worker
+from workflows import calls
+from workflows.messages import (
+    AdmissionInput,
+    AdmissionPause,
+    AdmissionRate,
+    AuditEntry,
+    BooksView,
+    CheckpointRef,
+    ClaimInput,
+    ClaimResult,
+    CommitInput,
+    EndRun,
+    EngineHold,
+    EngineTask,
+    EvaluationInput,
+    EvaluationOutcome,
+    GangProbe,
+    GangView,
+    ManifestRef,
+    MemberReport,
+    NodeInfo,
+    NodeRun,
+    PoolStatus,
+    RewindInput,
+    RouteInput,
+    RunResult,
+    RunStart,
+    RunStatus,
+    StreamInput,
+    TrainerTask,
+    TrainOutcome,
+    TrainTask,
+    WeightsRef,
+)
+from workflows.resource_pool import PoolState
+from workflows.scheduling.pool import Pool
+from workflows.spec import RunSpec
+
+NODES: dict[str, frozenset[str]] = {"a": frozenset({"rollout", "train"}), "b": frozenset({"rollout"})}
+INITIAL = CheckpointRef(
+    lineage=0, step=-1, version=0, path=None, digest="", weights=WeightsRef(version=0, path="/w0", digest="d0")
+)
+_names = itertools.count()
+
+
+class FakeWorld:
+    """See the module. Attributes that tests set: ``hold_claims``, ``on_train``, ``on_load``."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.run = f"run{next(_names)}"
+        self.log: list[str] = []
+        self.routes: dict[str, str] = {}
+        self.checkpoint = INITIAL
+        self.claimed: dict[int, ManifestRef] = {}
+        self.lineage = 0
+        self.gang: tuple[str, int] | None = None
+        self.engines: dict[str, WeightsRef] = {}
+        self.rank_died = asyncio.Event()
+        self.claims_open = asyncio.Event()
+        self.claims_open.set()
+        self.training_open = asyncio.Event()
+        self.training_open.set()
+        self.on_train: Callable[[TrainTask], None] = lambda _: None
+        self.on_load: Callable[[EngineTask], None] = lambda _: None
+        self.stream_error = ""
+        self.paused = False
+        self.admitted: list[int] = []
+        self.epochs: Counter[str] = Counter()
+        self._seq = itertools.count(1)
+
+    # For tests
+
+    def spec(self, **changes: Any) -> RunSpec:
+        data: dict[str, Any] = {
+            "run": self.run,
+            "cluster": self.run,
+            "model": {"path": "/model"},
+            "data": {"path": "/tasks.jsonl", "held_out": "/held_out.jsonl"},
+            "reward": {"target": "example:reward"},
+            "nodes": [{"id": node, "tags": sorted(tags)} for node, tags in NODES.items()],
+            "algorithm": {"group_size": 2, "groups_per_step": 2},
+            "pipeline": {"steps": 3},
+        }
+        return RunSpec.model_validate({**data, **changes})
+
+    async def start(self, spec: RunSpec | None = None) -> WorkflowHandle[Any, RunResult]:
+        spec = spec or self.spec()
+        return await self.client.start_workflow(
+            "TrainingRun", spec, id=calls.run_id(spec.run), task_queue=CONTROL_QUEUE, result_type=RunResult
+        )
+
+    async def status(self) -> RunStatus:
+        handle = self.client.get_workflow_handle(calls.run_id(self.run))
+        return await handle.query("status", result_type=RunStatus)
+
+    async def pool_status(self) -> PoolStatus:
+        return await self.pool().query("status", result_type=PoolStatus)
+
+    def pool(self) -> WorkflowHandle[Any, Any]:
+        return self.client.get_workflow_handle(calls.pool_id(self.run))
+
+    async def until(self, line: str, *, times: int = 1) -> None:
+        """Wait until the log has ``line`` so many times."""
+        async with asyncio.timeout(20):
+            while self.log.count(line) < times:
+                await asyncio.sleep(0.02)
+
+    def position(self, line: str) -> int:
+        assert line in self.log, f"{line!r} did not happen; what did: {self.log}"
+        return self.log.index(line)
+
+    async def add_node(self, node: str, *, epoch: int = 0) -> None:
+        start: WithStartWorkflowOperation[Any, None] = WithStartWorkflowOperation(
+            "ResourcePool",
+            PoolState(pool=Pool(cluster=self.run)),
+            id=calls.pool_id(self.run),
+            task_queue=CONTROL_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+        )
+        info = NodeInfo.model_validate({"id": node, "tags": NODES[node], "boot_id": "boot", "epoch": epoch})
+        await self.client.execute_update_with_start_workflow("add_node", info, start_workflow_operation=start)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(control_worker(self.client, self._control()))
+            for node in NODES:
+                work = [self.engine_supervise, self.trainer_supervise, self.train_step]
+                control = [self.engine_load, self.engine_hold, self.gang_probe, self.end_residency]
+                await stack.enter_async_context(activity_worker(self.client, node_queue(node), work))
+                await stack.enter_async_context(activity_worker(self.client, nodectl_queue(node), control))
+            await stack.enter_async_context(activity_worker(self.client, tag_queue("agent"), [self.stream_tasks]))
+            await stack.enter_async_context(activity_worker(self.client, tag_queue("reward"), [self.stream_rewards]))
+            for node in NODES:
+                await self.add_node(node)
+            yield
+
+    def _control(self) -> list[Any]:
+        names = (
+            "prepare_run rewind finish_run record_command set_admission pause_admission set_rate claim_batch commit_step "
+            "latest_checkpoint latest_weights open_evaluation wait_evaluation put_route close_route"
+        )
+        return [getattr(self, name) for name in names.split()]
+
+    # Control activities
+
+    @activity.defn
+    async def prepare_run(self, spec: RunSpec) -> RunStart:
+        return RunStart(lineage=0, step=0, checkpoint=self.checkpoint, replay=())
+
+    @activity.defn
+    async def rewind(self, task: RewindInput) -> RunStart:
+        self.lineage = task.from_lineage + 1
+        self.log.append(f"rewind to lineage {self.lineage}")
+        step = self.checkpoint.version
+        replay = tuple(m for s, m in sorted(self.claimed.items()) if s >= step)
+        return RunStart(lineage=self.lineage, step=step, checkpoint=self.checkpoint, replay=replay)
+
+    @activity.defn
+    async def finish_run(self, task: EndRun) -> BooksView:
+        self.log.append(f"finish {task.state}")
+        return BooksView(balanced=True, produced=1, trained=1)
+
+    @activity.defn
+    async def record_command(self, entry: AuditEntry) -> None:
+        self.log.append(f"audit {entry.what} by {entry.actor}")
+
+    @activity.defn
+    async def set_admission(self, task: AdmissionInput) -> None:
+        self.admitted.append(task.admit_until)
+        self.paused = task.paused
+
+    @activity.defn
+    async def pause_admission(self, task: AdmissionPause) -> None:
+        self.paused = task.paused
+        self.log.append(f"admission paused={task.paused}")
+
+    @activity.defn
+    async def set_rate(self, task: AdmissionRate) -> None:
+        self.log.append(f"rate {task.target_in_flight}")
+
+    @activity.defn
+    async def claim_batch(self, task: ClaimInput) -> ClaimResult:
+        self.log.append(f"wait for batch {task.step}")
+        await beating(self.claims_open.wait())
+        self.log.append(f"claim {task.lineage}.{task.step}")
+        manifest = ManifestRef(step=task.step, key=f"m{task.step}", digest=f"{task.step:064d}")
+        self.claimed[task.step] = manifest
+        return ClaimResult(
+            manifest=manifest, groups=2, zero_variance=0, stale=0, reward_mean=0.5, reward_std=0.5, waited_s=0
+        )
+
+    @activity.defn
+    async def commit_step(self, task: CommitInput) -> CheckpointRef:
+        self.log.append(f"commit {task.lineage}.{task.step}")
+        self.checkpoint = task.checkpoint
+        return task.checkpoint
+
+    @activity.defn
+    async def latest_checkpoint(self, run: str) -> CheckpointRef:
+        return self.checkpoint
+
+    @activity.defn
+    async def latest_weights(self, run: str) -> WeightsRef:
+        return self.checkpoint.weights
+
+    @activity.defn
+    async def open_evaluation(self, task: EvaluationInput) -> int:
+        return 4
+
+    @activity.defn
+    async def wait_evaluation(self, task: EvaluationInput) -> EvaluationOutcome:
+        serving = {weights.version for node, weights in self.engines.items() if self.routes.get(node, "").startswith("open")}
+        self.log.append(f"evaluate {task.version} on {sorted(serving)}")
+        return EvaluationOutcome(version=task.version, mean=0.25 * task.version, samples=4)
+
+    @activity.defn
+    async def put_route(self, route: RouteInput) -> None:
+        if route.epoch < self.epochs[route.node]:
+            raise ApplicationError("an old epoch", type="FencedError")
+        self.epochs[route.node] = route.epoch
+        self.routes[route.node] = f"{route.state} {route.version}"
+        self.log.append(f"route {route.node} {route.state} {route.version}")
+
+    @activity.defn
+    async def close_route(self, route: RouteInput) -> None:
+        self.routes.pop(route.node, None)
+        self.log.append(f"route {route.node} closed")
+
+    # Node activities
+
+    @activity.defn
+    async def engine_supervise(self, task: EngineTask) -> None:
+        known = self.engines.get(task.node)
+        if known is None or known.version < task.weights.version:
+            self.engines[task.node] = task.weights
+        await self._report(task, version=self.engines[task.node].version, url=f"http://{task.node}")
+        await self._until_parked(f"engine {task.node}", asyncio.Event().wait())
+
+    @activity.defn
+    async def engine_load(self, task: EngineTask) -> int:
+        self.on_load(task)
+        self.engines[task.node] = task.weights
+        self.log.append(f"load {task.weights.version} on {task.node}")
+        return task.weights.version
+
+    @activity.defn
+    async def engine_hold(self, order: EngineHold) -> None:
+        self.log.append(f"hold {order.node} {order.hold}")
+
+    @activity.defn
+    async def gang_probe(self, task: GangProbe) -> GangView:
+        gang, version = self.gang or (None, None)
+        return GangView(node=task.node, gang=gang, ranks=1 if gang else 0, version=version, free_port=1)
+
+    @activity.defn
+    async def trainer_supervise(self, task: TrainerTask) -> None:
+        attached = self.gang is not None and self.gang[0] == task.gang
+        self.log.append(f"{'attach' if attached else 'start'} ranks at {task.checkpoint.version}")
+        self.gang = (task.gang, task.checkpoint.version)
+        self.rank_died.clear()
+        await self._report(task, gang=task.gang)
+        await self._until_parked(f"ranks {task.node}", self.rank_died.wait())
+        self.gang = None
+        raise GangLost("rank 0 has died")
+
+    @activity.defn
+    async def train_step(self, task: TrainTask) -> TrainOutcome:
+        step = task.manifest.step
+        self.log.append(f"train {task.lineage}.{step} on {task.manifest.key}")
+        await beating(self.training_open.wait())
+        self.on_train(task)
+        weights = WeightsRef(version=step + 1, path=f"/w{step + 1}", digest=f"d{step + 1}")
+        self.gang = (task.gang, step + 1)
+        checkpoint = CheckpointRef(
+            lineage=task.lineage, step=step, version=step + 1, path=f"/c{step}", digest="c", weights=weights
+        )
+        return TrainOutcome(node=task.node, start=1.0, end=2.0, checkpoint=checkpoint, metrics={"loss": 0.5})
+
+    @activity.defn
+    async def end_residency(self, task: NodeRun) -> None:
+        self.log.append(f"end processes on {task.node}")
+
+    # Streams
+
+    @activity.defn
+    async def stream_tasks(self, task: StreamInput) -> None:
+        if self.stream_error:
+            raise ApplicationError(self.stream_error, type="ConfigError")
+        self.log.append(f"stream {task.stream}")
+        await self._until_parked(f"stream {task.stream}", asyncio.Event().wait())
+
+    @activity.defn
+    async def stream_rewards(self, task: StreamInput) -> None:
+        await self._until_parked("rewards", asyncio.Event().wait())
+
+    async def _until_parked(self, what: str, work: Any) -> None:
+        try:
+            await beating(work)
+        except asyncio.CancelledError:
+            details = activity.cancellation_details()
+            if details is not None and details.cancel_requested:
+                self.log.append(f"park {what}")
+            raise
+
+    async def _report(self, task: EngineTask | TrainerTask, **facts: Any) -> None:
+        report = MemberReport(node=task.node, state="ready", seq=float(next(self._seq)), **facts)
+        await self.client.get_workflow_handle(calls.lease_id(task.lease, task.epoch)).signal("member_report", report)
