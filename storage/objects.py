@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import urllib3
 from minio import Minio
 from minio.error import InvalidResponseError, S3Error, ServerError
 
-from storage.errors import DeadlineError, IntegrityError, NotFoundError, StorageError
+from storage.errors import ConfigError, DeadlineError, IntegrityError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from workers.cluster import StateFolder
@@ -28,6 +29,7 @@ T = TypeVar("T")
 REGION = "us-east-1"
 _PAUSE_S = (0.05, 2.0)
 _PART = 64 * 1024 * 1024
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _ABSENT = {"NoSuchKey", "NoSuchObject"}
 
 
@@ -38,6 +40,9 @@ class ObjectStore:
         endpoint: ``host:port``.
         deadline_s: how long one call may take with all its retries.
         attempt_s: how long one attempt may wait for the server's next bytes.
+
+    Raises:
+        ConfigError: no S3 server takes this bucket name.
     """
 
     def __init__(
@@ -49,8 +54,10 @@ class ObjectStore:
         secure: bool = False,
         *,
         deadline_s: float = 60.0,
-        attempt_s: float = 20.0,
+        attempt_s: float = 10.0,
     ) -> None:
+        if not _BUCKET.fullmatch(bucket):
+            raise ConfigError(f"bucket name {bucket!r}: use 3 to 63 lower-case letters, digits and hyphens")
         self.endpoint = endpoint
         self.bucket = bucket
         self.deadline_s = deadline_s

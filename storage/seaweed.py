@@ -88,6 +88,8 @@ def weed_command(data_dir: Path, ports: Ports) -> list[str]:
         "s3.port.iceberg": 0,
         "s3.port.lance": 0,
         "master.telemetry": "false",
+        # With its old raft state a killed server sometimes takes 20 s to elect itself; volumes report what is needed.
+        "master.resumeState": "false",
         "s3.allowDeleteBucketNotEmpty": "false",
         "s3.autoCreateBucket": "false",
         "s3.localSocket": data_dir / "s3.sock",
@@ -157,9 +159,9 @@ class Weed:
         """``host:port`` for S3 clients."""
         return f"{HOST}:{self.ports.s3}"
 
-    def store(self, bucket: str, *, deadline_s: float = 60.0) -> ObjectStore:
+    def store(self, bucket: str, *, deadline_s: float = 60.0, attempt_s: float = 10.0) -> ObjectStore:
         """A client of this server."""
-        return ObjectStore(self.endpoint, bucket, *self._keys, deadline_s=deadline_s)
+        return ObjectStore(self.endpoint, bucket, *self._keys, deadline_s=deadline_s, attempt_s=attempt_s)
 
     def wait_ready(self, bucket: str, *, deadline_s: float = READY_S) -> None:
         """Returns when an object can be put into ``bucket`` (made if missing) and read back.
@@ -169,7 +171,7 @@ class Weed:
             DeadlineError: it is not ready within ``deadline_s``.
         """
         end = time.monotonic() + deadline_s
-        with contextlib.closing(self.store(bucket, deadline_s=1.0)) as store:
+        with contextlib.closing(self.store(bucket, deadline_s=1.0, attempt_s=2.0)) as store:
             while True:
                 if self.process.poll() is not None:
                     raise StorageError(f"object store: weed exited with {self.process.returncode} at its start")
