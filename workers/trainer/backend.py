@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from workers.trainer.batching import MicroBatch
 from workers.trainer.objective import Objective, StepSums
+from workers.trainer.packing import MicroBatch
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ class TrainingBackend(Protocol):
 
     rank: int
     world_size: int
+    packs: bool
+    """Whether the model computes a packed sequence right: all its layers are full attention. Known after initialize."""
 
     def initialize(self) -> None:
         """Meet the other ranks and load the initial model."""

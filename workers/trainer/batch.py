@@ -15,17 +15,17 @@ from storage.errors import ConfigError, IntegrityError
 from storage.manifests import Manifest, read_manifest
 from storage.objects import ObjectStore
 from storage.shards import decode
-from workers.trainer.batching import WeightedRow
 from workers.trainer.messages import UpdateRequest
+from workers.trainer.packing import WeightedTrajectory
 from workers.trainer.rows import GroupRows, group_rows
 from workflows.spec import AlgorithmSpec
 
 
 @dataclass(frozen=True)
 class Batch:
-    """All rows of a step, for all ranks."""
+    """All trajectories of a step, for all ranks."""
 
-    rows: tuple[WeightedRow, ...]
+    rows: tuple[WeightedTrajectory, ...]
     """Empty if no token can be trained."""
     temperature: float
     """At which the tokens were sampled."""
@@ -35,14 +35,15 @@ class Batch:
 
     def versions(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Weight version of each trained token."""
-        return np.concatenate([row.row.versions for row in self.rows]) if self.rows else np.empty(0, np.int32)
+        versions = [segment.versions for row in self.rows for segment in row.trajectory.segments]
+        return np.concatenate(versions) if versions else np.empty(0, np.int32)
 
 
 def read_batch(store: ObjectStore, request: UpdateRequest, run: str, algorithm: AlgorithmSpec) -> Batch:
     """Fetch, verify, weigh.
 
-    Every rank reads all shards: rows are balanced over ranks by their lengths, which only shards tell, and token ids
-    are small beside what a rank computes from them.
+    Every rank reads all shards: work is balanced over ranks by lengths, which only shards tell, and token ids are
+    small beside what a rank computes from them.
 
     Raises :class:`IntegrityError` if bytes differ from their digest or the manifest is of another step,
     :class:`StorageError` or :class:`DeadlineError` if the store fails.
@@ -62,20 +63,20 @@ def read_batch(store: ObjectStore, request: UpdateRequest, run: str, algorithm: 
 
 
 def weigh(groups: Iterable[GroupRows], manifest: Manifest, algorithm: AlgorithmSpec) -> Batch:
-    """Give each row its session's advantage and its tokens' share of the batch loss."""
+    """Give each trajectory its session's advantage and its tokens' share of the batch loss."""
     groups = list(groups)
     tokens: Counter[str] = Counter()
     for group in groups:
-        for row in group.rows:
-            tokens[row.session] += len(row.trained)
+        for row in group.trajectories:
+            tokens[row.session] += row.trained
     names = list(tokens)
     counts_S = torch.tensor([tokens[name] for name in names], dtype=torch.int64)
     weight_S = aggregation_weights(counts_S, aggregation=algorithm.aggregation)
     weights = dict(zip(names, weight_S.tolist(), strict=True))
-    rows: list[WeightedRow] = []
+    rows: list[WeightedTrajectory] = []
     for group in groups:
         advantages = _advantages(group, algorithm)
-        rows += [WeightedRow(row, advantages[row.session], weights[row.session]) for row in group.rows]
+        rows += [WeightedTrajectory(row, advantages[row.session], weights[row.session]) for row in group.trajectories]
     return Batch(tuple(rows), manifest.temperature, len(groups), sum(group.masked for group in groups))
 
 

@@ -6,6 +6,7 @@ Importing this module imports torch, transformers and deepspeed (about four seco
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +17,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from storage.errors import ConfigError, GangLost
 from workers.trainer.backend import StepOutcome
-from workers.trainer.batching import MicroBatch
 from workers.trainer.launch import Launch
 from workers.trainer.objective import Objective, StepSums, token_logprobs
+from workers.trainer.packing import MicroBatch
 from workers.trainer.publish import write_model
 
 if not torch.cuda.is_available():
@@ -31,13 +33,17 @@ import deepspeed
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 # DeepSpeed compiles this op at every initialize if it calls itself compatible: minutes, a C++ compiler, and a lock
 # file that makes all later starts hang if the compiling process is killed. Only its inference code uses the op.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _TAG = "state"
+_BUCKET = 2**24
+"""Elements that are reduced or gathered together."""
 
 
 class DeepSpeedBackend:
@@ -50,15 +56,23 @@ class DeepSpeedBackend:
         self._spec = launch.spec
         self._engine: Any = None
         self._device = torch.device("cpu")
+        self._clipped_norm = 0.0
+        self.packs = False
 
     def initialize(self) -> None:
         """Raises :class:`ConfigError` if the model cannot be read, :class:`GangLost` if the ranks do not meet."""
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.manual_seed(self._spec.seed)
         torch.use_deterministic_algorithms(True)
+        # Filling is a debugging aid that costs a pass over memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         get_accelerator().set_device(self._launch.local_rank)
         self._device = torch.device(get_accelerator().current_device_name())
         self._meet()
         model = self._model()
+        self.packs = _full_attention(model)
+        if not self.packs:
+            _log.info("%s has layers without full attention: shared prefixes are computed anew", type(model).__name__)
         optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=self._spec.trainer.learning_rate,
@@ -66,6 +80,8 @@ class DeepSpeedBackend:
             weight_decay=self._spec.trainer.weight_decay,
         )
         self._engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config())
+        if self._spec.trainer.zero_stage == 0:
+            self._engine.clip_fp32_gradients = self._clip
         # No dropout: the log-probs of the forward pass that trains must be those of the policy that sampled.
         self._engine.eval()
 
@@ -168,7 +184,12 @@ class DeepSpeedBackend:
             "managed_gradient_accumulation": False,
             "gradient_clipping": trainer.grad_clip,
             "bf16": {"enabled": bf16},
-            "zero_optimization": {"stage": trainer.zero_stage},
+            "zero_optimization": {
+                "stage": trainer.zero_stage,
+                # By default DeepSpeed allocates buckets of 5e8 elements: two gigabytes, for a model of any size.
+                "reduce_bucket_size": _BUCKET,
+                "allgather_bucket_size": _BUCKET,
+            },
             # The client optimizer is plain torch: DeepSpeed's own would be compiled at start.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -177,13 +198,32 @@ class DeepSpeedBackend:
 
     def _logits(self, batch: MicroBatch) -> Tensor:
         """Of the trained tokens only: the vocabulary projection of a prompt is computed for nothing. Shape (N, V)."""
-        output = self._engine(input_ids=self._tensor(batch.ids_RT), logits_to_keep=self._tensor(batch.positions_K))
-        logits_NV: Tensor = output.logits[self._tensor(batch.row_N), self._tensor(batch.position_N)]
+        mask = None if batch.mask_TT is None else self._tensor(batch.mask_TT)[None, None]
+        output = self._engine(
+            input_ids=self._tensor(batch.ids_T)[None],
+            position_ids=self._tensor(batch.depth_T)[None],
+            attention_mask=mask,
+            logits_to_keep=self._tensor(batch.predictor_K),
+        )
+        logits_NV: Tensor = output.logits[0, self._tensor(batch.predictor_N)]
         return logits_NV
 
-    def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+    def _clip(self) -> None:
+        """What DeepSpeed does at stage 0, but the norm is kept."""
+        self._clipped_norm = float(clip_grad_norm_(self._engine.module.parameters(), self._spec.trainer.grad_clip))
 
     def _grad_norm(self) -> float:
         norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else 0.0
+        return self._clipped_norm if norm is None else float(norm)
+
+
+def _full_attention(model: Any) -> bool:
+    """Whether a token's output depends on earlier tokens through unrestricted attention only."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None and not getattr(model, "_is_stateful", False)

@@ -59,9 +59,11 @@ class UpdateMetrics(Message):
     tokens_masked: int
     """Sampled tokens kept as context: unknown weight version, or a generation marked not trainable."""
     rows: int
-    """Rows computed: one per leaf path that has a trained token."""
+    """Trajectories: leaf paths that have a trained token."""
+    tokens_in_rows: int
+    """Tokens on those, context included; shared ones once per trajectory."""
     tokens_computed: int
-    """Tokens in those rows, context included, padding not."""
+    """Tokens of the forward passes: a span shared by the trajectories of a micro-batch counts once."""
     groups: int
     """Groups in the manifest."""
     optimizer_steps: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from algorithms.policy_loss import clipped_loss, truncated_importance
-from workers.trainer.batching import MicroBatch
+from workers.trainer.packing import MicroBatch
 from workflows.spec import AlgorithmSpec
 
 

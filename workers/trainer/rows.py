@@ -1,8 +1,8 @@
-"""From shards to rows: what one forward pass reads and which of its tokens are trained. numpy only.
+"""From shards to trajectories: what a forward pass reads and which of its tokens are trained. numpy only.
 
-A row is one root-to-leaf path of a session's tree. Paths of a session share tokens, so each completion token is
-marked as trained in the first row that holds it and is context in the others: it enters the loss once however many
-leaves share it. Tokens without a known weight version, and generations marked as not trainable, are context too.
+A trajectory is one root-to-leaf path of a session's tree. Trajectories share spans, so each completion token is marked
+as trained in the first one that holds it and is context in the others: it enters the loss once however many leaves
+share it. Tokens without a known weight version, and generations marked as not trainable, are context too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One leaf path, cut after its last trained token.
+class Segment:
+    """One span on a trajectory.
 
-    *Example* ``ids=[5, 9, 7, 2], trained=[2, 3]``: the ids 7 and 2 are trained, predicted at positions 1 and 2.
+    *Example* ``key=(17, 4), ids=[7, 2, 9], trained=[0, 1]``: span 4 of task 17; its last token is context.
     """
 
-    session: str
+    key: tuple[int, int]
+    """Task and span: equal keys on two trajectories are the same tokens behind the same tokens."""
     ids: Ints
-    """All tokens of the path."""
     trained: Ints
-    """Indices into ``ids``, ascending, each >= 1."""
+    """Indices into ``ids``, ascending; empty for a prompt."""
     engine_logprobs: Floats
     """Per trained token, as recorded at sampling."""
     versions: Ints
@@ -38,18 +38,35 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Trajectory:
+    """One leaf path, cut behind the last span with a trained token."""
+
+    session: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+    @property
+    def trained(self) -> int:
+        """How many of its tokens are trained."""
+        return sum(len(segment.trained) for segment in self.segments)
+
+
+@dataclass(frozen=True)
 class GroupRows:
-    """The rows of one shard."""
+    """The trajectories of one shard."""
 
     rewards: Mapping[str, float]
     """Per session that counts in the group's statistics, in the shard's order."""
-    rows: tuple[Row, ...]
+    trajectories: tuple[Trajectory, ...]
     masked: int
     """Completion tokens that stay context."""
 
 
 def group_rows(shard: Shard, sessions: Sequence[str]) -> GroupRows:
-    """The rows of those ``sessions`` of a shard, in the shard's order.
+    """The trajectories of those ``sessions`` of a shard that train at least one token, in the shard's order.
 
     Raises :class:`IntegrityError` if the shard lacks a session or contradicts itself.
     """
@@ -57,13 +74,13 @@ def group_rows(shard: Shard, sessions: Sequence[str]) -> GroupRows:
     if missing := sorted(wanted - {session.id for session in shard.sessions}):
         raise shard.error(f"it lacks session {missing[0]}, which the manifest trains: they do not belong together")
     walker = _Walker(shard)
-    rows = tuple(row for session in shard.sessions if session.id in wanted for row in walker.rows(session))
+    rows = [row for session in shard.sessions if session.id in wanted for row in walker.trajectories(session)]
     rewards = {session.id: session.reward for session in shard.sessions if session.id in wanted}
-    return GroupRows(rewards=rewards, rows=rows, masked=walker.masked)
+    return GroupRows(rewards=rewards, trajectories=tuple(rows), masked=walker.masked)
 
 
 class _Walker:
-    """Walks leaf paths and remembers which completion spans are already in a row."""
+    """Walks leaf paths and remembers which completion spans are already on a trajectory."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -71,44 +88,40 @@ class _Walker:
         self._seen: set[int] = set()
         self.masked = 0
 
-    def rows(self, session: SessionRow) -> list[Row]:
-        rows = (self._row(session, leaf) for leaf in session.leaves)
-        return [row for row in rows if row is not None]
+    def trajectories(self, session: SessionRow) -> list[Trajectory]:
+        found = []
+        for leaf in session.leaves:
+            segments = [self._segment(session, index) for index in path_to(self._shard, leaf)]
+            # What follows the last trained token cannot change its log-prob: computing it would be waste.
+            while segments and not len(segments[-1].trained):
+                segments.pop()
+            if segments:
+                found.append(Trajectory(session.id, tuple(segments)))
+        return found
 
-    def _row(self, session: SessionRow, leaf: int) -> Row | None:
-        """None if no token of the path is left to train."""
-        ids: list[Ints] = []
-        trained: list[Ints] = []
-        logprobs: list[Floats] = []
-        versions: list[Ints] = []
-        offset = 0
-        for index in path_to(self._shard, leaf):
-            span = self._shard.spans[index]
-            ids.append(span.ids)
-            if span.kind == "completion" and index not in self._seen:
-                self._seen.add(index)
-                made_by = span.token_versions()
-                keep = self._trainable(session, index) & (made_by >= 0)
-                self.masked += int((~keep).sum())
-                trained.append(np.flatnonzero(keep).astype(np.int32) + offset)
-                logprobs.append(span.logprobs[keep])
-                versions.append(made_by[keep])
-            offset += len(span.ids)
-        positions = np.concatenate(trained) if trained else np.empty(0, np.int32)
-        if not len(positions):
-            return None
-        if positions[0] == 0:
-            raise self._shard.error(f"session {session.id} has a completion without a prompt")
-        # What follows the last trained token cannot change its log-prob: computing it would be waste.
-        path_ids = np.concatenate(ids)[: positions[-1] + 1]
-        return Row(session.id, path_ids, positions, np.concatenate(logprobs), np.concatenate(versions))
+    def _segment(self, session: SessionRow, index: int) -> Segment:
+        span = self._shard.spans[index]
+        key = (self._shard.ordinal, index)
+        if span.kind == "prompt" or index in self._seen:
+            return Segment(key, span.ids, _NO_INTS, _NO_FLOATS, _NO_INTS)
+        self._seen.add(index)
+        versions = span.token_versions()
+        keep = (versions >= 0) & self._trainable(session, index)
+        self.masked += int((~keep).sum())
+        return Segment(key, span.ids, np.flatnonzero(keep).astype(np.int32), span.logprobs[keep], versions[keep])
 
     def _trainable(self, session: SessionRow, index: int) -> bool:
-        name = self._shard.spans[index].generation
-        generation = self._generations.get(name)
+        span = self._shard.spans[index]
+        generation = self._generations.get(span.generation)
         if generation is None or generation.session != session.id:
             raise self._shard.error(
-                f"session {session.id} passes through completion span {index} of generation {name!r}, "
+                f"session {session.id} passes through completion span {index} of generation {span.generation!r}, "
                 "which is not one of its own"
             )
+        if span.parent < 0:
+            raise self._shard.error(f"session {session.id} has a completion without a prompt, span {index}")
         return generation.trainable
+
+
+_NO_INTS: Ints = np.empty(0, np.int32)
+_NO_FLOATS: Floats = np.empty(0, np.float32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from storage.errors import (
     ConfigError,
@@ -24,11 +24,11 @@ from storage.errors import (
 from storage.weights import WeightsRef, WeightsStore
 from workers.trainer.backend import StepOutcome, TrainingBackend
 from workers.trainer.batch import Batch
-from workers.trainer.batching import plan
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
 from workers.trainer.launch import Launch
 from workers.trainer.messages import UpdateMetrics, UpdateRequest, UpdateResult
 from workers.trainer.objective import Objective, StepSums
+from workers.trainer.packing import plan
 from workers.trainer.progress import Progress
 
 T = TypeVar("T")
@@ -38,6 +38,12 @@ class BatchReader(Protocol):
     """Gives the batch of a request; see :func:`workers.trainer.batch.read_batch`."""
 
     def __call__(self, request: UpdateRequest) -> Batch: ...
+
+
+class _Optimized(NamedTuple):
+    outcome: StepOutcome
+    tokens: int
+    """Computed by all ranks."""
 
 
 class Trainer:
@@ -144,17 +150,18 @@ class Trainer:
         self._hold(sealed)
         return sealed
 
-    def _optimize(self, batch: Batch) -> StepOutcome | None:
+    def _optimize(self, batch: Batch) -> _Optimized | None:
         """None if no token of the batch can be trained: the version advances, the weights stay."""
         if not batch.rows:
             return None
-        micro_batches = plan(
+        micro_batches, tokens = plan(
             batch.rows,
             rank=self._launch.rank,
             ranks=self._launch.world_size,
-            micro_batch=self._spec.trainer.micro_batch,
+            micro_batch=self._spec.trainer.micro_batch if self._backend.packs else 1,
         )
-        return self._backend.update(micro_batches, Objective(self._spec.algorithm, batch.temperature))
+        outcome = self._backend.update(micro_batches, Objective(self._spec.algorithm, batch.temperature))
+        return _Optimized(outcome, tokens)
 
     def _begin(self, request: UpdateRequest) -> Path:
         if self._held is not None:
@@ -263,13 +270,14 @@ def _check(checkpoint: Sealed, digest: str | None, launch: Launch) -> None:
 
 
 def _metrics(
-    batch: Batch, outcome: StepOutcome | None, step: int, *, seconds: float, seconds_training: float
+    batch: Batch, optimized: _Optimized | None, step: int, *, seconds: float, seconds_training: float
 ) -> UpdateMetrics:
-    sums = outcome.sums if outcome is not None else StepSums()
+    outcome = StepOutcome(StepSums(), 0.0) if optimized is None else optimized.outcome
+    sums = outcome.sums
     staleness = step - batch.versions()
     return UpdateMetrics(
         loss=sums.loss,
-        grad_norm=outcome.grad_norm if outcome is not None else 0.0,
+        grad_norm=outcome.grad_norm,
         clip_fraction=sums.mean("clipped"),
         ratio_max=sums.ratio_max,
         importance_mean=sums.mean("importance"),
@@ -280,9 +288,10 @@ def _metrics(
         tokens=int(sums.tokens),
         tokens_masked=batch.masked,
         rows=len(batch.rows),
-        tokens_computed=sum(len(row.row.ids) for row in batch.rows),
+        tokens_computed=0 if optimized is None else optimized.tokens,
+        tokens_in_rows=sum(row.trajectory.length for row in batch.rows),
         groups=batch.groups,
-        optimizer_steps=0 if outcome is None else 1,
+        optimizer_steps=0 if optimized is None else 1,
         staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
         staleness_max=int(staleness.max()) if len(staleness) else 0,
         seconds=seconds,
