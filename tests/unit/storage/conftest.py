@@ -19,9 +19,7 @@ class Player:
         self.ledger = ledger
 
     def admit(self, until: int, *, in_flight: int = 1000, per_task: int = 2, stream: str = TRAIN) -> None:
-        self.ledger.set_admission(
-            RUN, stream, admit_until=until, target_in_flight=in_flight, samples_per_task=per_task
-        )
+        self.ledger.set_admission(RUN, stream, admit_until=until, target_in_flight=in_flight, samples_per_task=per_task)
 
     def claim(self, limit: int = 1000, *, worker: str = "w", stream: str = TRAIN) -> list[SampleClaim]:
         claims = self.ledger.claim_samples(RUN, stream, worker, limit)
@@ -60,7 +58,14 @@ class Player:
         return ordinal
 
     def batch(
-        self, step: int, groups: int, *, lineage: int = 0, min_version: int = 0, drop: bool = True, partial: bool = False
+        self,
+        step: int,
+        groups: int,
+        *,
+        lineage: int = 0,
+        min_version: int = 0,
+        drop: bool = True,
+        partial: bool = False,
     ) -> BatchClaim | None:
         return self.ledger.claim_batch(
             RUN, lineage, step, groups, drop_zero_variance=drop, min_version=min_version, take_partial=partial
