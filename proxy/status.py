@@ -117,6 +117,7 @@ class Status:
         trained = [interval for interval in intervals if interval.kind == "train"]
         generated = [interval for interval in intervals if interval.kind == "generate"]
         return {
+            "spec": self._ledger.run_info(name).spec,
             "books": {**asdict(books), "balanced": books.balanced},
             "steps": [asdict(step) for step in self._ledger.steps(name)],
             "evaluations": self._evaluations(name),
@@ -124,11 +125,8 @@ class Status:
         }
 
     def _evaluations(self, name: str) -> list[dict[str, Any]]:
-        records = self._ledger.sessions_of(name)
-        streams = {record.key.stream for record in records if record.key is not None} - {TRAIN}
-        return [
-            {"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in sorted(streams, key=_age)
-        ]
+        streams = sorted(set(self._ledger.streams(name)) - {TRAIN}, key=_age)
+        return [{"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in streams]
 
 
 def _rewards(rows: list[SampleRow]) -> dict[str, Any]:

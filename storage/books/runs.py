@@ -91,6 +91,11 @@ class Runs(Part):
             row = stream_row(connection, run, stream)
         return Admission(**row._mapping)
 
+    def streams(self, run: str) -> list[str]:
+        """Names of the run's streams: ``train``, and ``eval/<version>`` for each evaluation."""
+        with self._db.read() as connection:
+            return list(connection.execute(sa.select(streams.c.stream).where(streams.c.run == run)).scalars())
+
     def record_step(self, run: str, lineage: int, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of an update; a second call replaces them."""
         row = {"run": run, "lineage": lineage, "step": step, "metrics": dict(metrics), "recorded": time.time()}
