@@ -34,6 +34,8 @@ class TrainingBackend(Protocol):
 
     rank: int
     world_size: int
+    compute_dtype: str
+    """``float32`` or ``bfloat16``: what the model computes in; checkpoints depend on it. Known after initialize."""
     packs: bool
     """Whether the model computes a packed sequence right: all its layers are full attention. Known after initialize."""
 

@@ -35,6 +35,7 @@ class TrainerState(BaseModel):
     """Weight version held: ``step + 1``."""
     seed: int
     world_size: int
+    compute_dtype: str
     manifest_digest: str
     """Batch that made this state."""
     parent: str

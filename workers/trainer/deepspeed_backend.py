@@ -58,6 +58,7 @@ class DeepSpeedBackend:
         self._device = torch.device("cpu")
         self._clipped_norm = 0.0
         self.packs = False
+        self.compute_dtype = "float32"
 
     def initialize(self) -> None:
         """Raises :class:`ConfigError` if the model cannot be read, :class:`GangLost` if the ranks do not meet."""
@@ -69,6 +70,8 @@ class DeepSpeedBackend:
         get_accelerator().set_device(self._launch.local_rank)
         self._device = torch.device(get_accelerator().current_device_name())
         self._meet()
+        if self._spec.model.dtype == "bfloat16" and all(self.gather(_bfloat16_instructions(self._device))):
+            self.compute_dtype = "bfloat16"
         model = self._model()
         self.packs = _full_attention(model)
         if not self.packs:
@@ -115,7 +118,8 @@ class DeepSpeedBackend:
 
     def publish(self, folder: Path) -> None:
         if self.rank == 0:
-            write_model(self._engine.module, Path(self._spec.model.path), folder)
+            dtype = getattr(torch, self._spec.model.dtype)
+            write_model(self._engine.module, Path(self._spec.model.path), folder, dtype)
 
     def park(self) -> None:
         """Nothing to do: on a CPU a rank that waits for its next request uses no device."""
@@ -169,21 +173,19 @@ class DeepSpeedBackend:
         path = self._spec.model.path
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"model.path {path}: no config.json there; it must be a Hugging Face model directory")
-        dtype = getattr(torch, self._spec.model.dtype)
+        dtype = getattr(torch, self.compute_dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-        model.config.use_cache = False  # a KV cache would keep every layer's keys and values for nothing
         return model.to(self._device)
 
     def _config(self) -> dict[str, Any]:
         trainer = self._spec.trainer
-        bf16 = self._spec.model.dtype == "bfloat16"
         return {
             "train_micro_batch_size_per_gpu": trainer.micro_batch,
             "gradient_accumulation_steps": 1,
             # The number of micro-batches changes from step to step: step() is the boundary, not a count.
             "managed_gradient_accumulation": False,
             "gradient_clipping": trainer.grad_clip,
-            "bf16": {"enabled": bf16},
+            "bf16": {"enabled": self.compute_dtype == "bfloat16"},
             "zero_optimization": {
                 "stage": trainer.zero_stage,
                 # By default DeepSpeed allocates buckets of 5e8 elements: two gigabytes, for a model of any size.
@@ -204,6 +206,7 @@ class DeepSpeedBackend:
             position_ids=self._tensor(batch.depth_T)[None],
             attention_mask=mask,
             logits_to_keep=self._tensor(batch.predictor_K),
+            use_cache=False,
         )
         logits_NV: Tensor = output.logits[0, self._tensor(batch.predictor_N)]
         return logits_NV
@@ -227,3 +230,11 @@ def _full_attention(model: Any) -> bool:
     if kinds is not None:
         return set(kinds) == {"full_attention"}
     return getattr(config, "sliding_window", None) is None and not getattr(model, "_is_stateful", False)
+
+
+def _bfloat16_instructions(device: torch.device) -> bool:
+    """Whether bfloat16 pays. CPUs with AVX-512 alone emulate it, at two to five times the cost of float32."""
+    if device.type != "cpu":
+        return True
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -142,6 +142,7 @@ class Trainer:
             version=request.step + 1,
             seed=self._spec.seed,
             world_size=self._launch.world_size,
+            compute_dtype=self._backend.compute_dtype,
             manifest_digest=request.manifest_digest,
             parent=self._parent(),
             metrics=metrics,
@@ -190,9 +191,27 @@ class Trainer:
         return self._weights.commit(version, temporary)
 
     def _restore(self, checkpoint: Sealed, digest: str | None) -> None:
-        self._on_rank_0("verify the checkpoint", lambda: _check(checkpoint, digest, self._launch))
+        self._on_rank_0("verify the checkpoint", lambda: self._check(checkpoint, digest))
         self._everywhere("load the checkpoint", lambda: self._backend.load(checkpoint.path))
         self._hold(checkpoint)
+
+    def _check(self, checkpoint: Sealed, digest: str | None) -> None:
+        if digest is not None and digest != checkpoint.digest:
+            raise IntegrityError(f"checkpoint {checkpoint.path} has digest {checkpoint.digest}, expected {digest}")
+        state = checkpoint.state
+        found = {"run": state.run, "world_size": state.world_size, "compute_dtype": state.compute_dtype}
+        wanted = {
+            "run": self._spec.run,
+            "world_size": self._launch.world_size,
+            "compute_dtype": self._backend.compute_dtype,
+        }
+        for name, value in found.items():
+            if value != wanted[name]:
+                raise ConfigError(
+                    f"checkpoint {checkpoint.path} has {name} {value}, this gang has {wanted[name]}: it can only be "
+                    "loaded by a gang like the one that saved it"
+                )
+        verify(checkpoint)
 
     def _hold(self, checkpoint: Sealed) -> None:
         self._held = checkpoint
@@ -254,19 +273,6 @@ def _same_manifest(request: UpdateRequest, digest: str) -> None:
             f"step {request.step} of lineage {request.lineage} was trained on manifest {digest[:12]}, "
             f"but {request.manifest_digest[:12]} is asked for: use a new lineage"
         )
-
-
-def _check(checkpoint: Sealed, digest: str | None, launch: Launch) -> None:
-    if digest is not None and digest != checkpoint.digest:
-        raise IntegrityError(f"checkpoint {checkpoint.path} has digest {checkpoint.digest}, expected {digest}")
-    if checkpoint.state.run != launch.spec.run:
-        raise ConfigError(f"checkpoint {checkpoint.path} is of run {checkpoint.state.run}, not {launch.spec.run}")
-    if checkpoint.state.world_size != launch.world_size:
-        raise ConfigError(
-            f"checkpoint {checkpoint.path} was saved by {checkpoint.state.world_size} ranks and cannot be loaded by "
-            f"{launch.world_size}: start the gang with the same number"
-        )
-    verify(checkpoint)
 
 
 def _metrics(
