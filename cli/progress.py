@@ -99,7 +99,8 @@ class PlainView:
                     f"step {row.step + 1}/{now.steps}  {_reward(row)}  {now.tokens_per_s:.0f} tokens/s  {_nodes(now)}"
                 )
         if self._clock() - self._said >= PLAIN_EVERY_S:
-            self._say(f"{_state(now)}  {now.tokens_per_s:.0f} tokens/s  {_nodes(now)}")
+            parts = [_state(now), f"{now.tokens_per_s:.0f} tokens/s", _nodes(now), now.trouble]
+            self._say("  ".join(filter(None, parts)))
 
     def _say(self, line: str) -> None:
         self._said = self._clock()

@@ -1,7 +1,7 @@
 """Command lines of the processes that `seamlessflow up` starts on one machine.
 
 A :class:`Service` is plain data: what to run and how to know that it is ready.
-Order in :func:`services` is start order; it is stopped in reverse.
+Services of one stage start together once the stage before is ready; stages are stopped in reverse.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -55,31 +55,27 @@ class Service:
     name: str
     argv: tuple[str, ...]
     ready: Probe
+    stage: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the supervisor's environment."""
-    grace_s: float = 15.0
+    grace_s: float = 20.0
     """Time between SIGTERM and SIGKILL."""
-    node: str | None = None
-    """For a node agent: the node whose resident processes end with the cluster, but not with the agent."""
 
 
 def services(state: StateFolder, nodes: tuple[NodeSpec, ...]) -> list[Service]:
-    """Every process of a local cluster, in start order. Reads ``cluster.json`` and ``secrets.json``."""
+    """Every process of a local cluster. Reads ``cluster.json`` and ``secrets.json``."""
     cluster = state.cluster()
     port = cluster.proxy.rpartition(":")[2].rstrip("/")
-    front = [
+    proxy = Probe("http", f"{cluster.proxy.rstrip('/')}/healthz")
+    return [
         temporal_service(state),
-        s3_service(state),
-        _python(
-            "proxy", state, Probe("http", f"{cluster.proxy.rstrip('/')}/healthz"), "proxy", "--port", port, grace_s=20
-        ),
-        _python("control", state, Probe("queue", CONTROL_QUEUE), "workers.control"),
+        _python("s3", state, Probe("s3", cluster.s3), 0, "storage.seaweed"),
+        _python("proxy", state, proxy, 1, "proxy", "--port", port),
+        _python("control", state, Probe("queue", CONTROL_QUEUE), 2, "workers.control"),
+        *(node_service(state, node) for node in nodes),
+        _python("agents", state, Probe("queue", tag_queue("agent")), 2, "workers.agents", "--role", "agent"),
+        _python("rewards", state, Probe("queue", tag_queue("reward")), 2, "workers.agents", "--role", "reward"),
     ]
-    agents = [
-        _python("agents", state, Probe("queue", tag_queue("agent")), "workers.agents", "--role", "agent"),
-        _python("rewards", state, Probe("queue", tag_queue("reward")), "workers.agents", "--role", "reward"),
-    ]
-    return [*front, *(node_service(state, node) for node in nodes), *agents]
 
 
 def temporal_service(state: StateFolder) -> Service:
@@ -111,11 +107,6 @@ def temporal_retention_command(address: str, namespace: str) -> list[str]:
     return [*argv, "--retention", TEMPORAL_RETENTION, "--address", address, "--command-timeout", "10s"]
 
 
-def s3_service(state: StateFolder) -> Service:
-    """SeaweedFS as the object store, loopback only, keys from ``secrets.json``."""
-    return _python("s3", state, Probe("s3", state.cluster().s3), "storage.seaweed")
-
-
 def node_service(state: StateFolder, node: NodeSpec) -> Service:
     """The node agent of ``node``."""
     arguments = ["--node", node.id, "--tags", ",".join(sorted(node.tags))]
@@ -123,7 +114,7 @@ def node_service(state: StateFolder, node: NodeSpec) -> Service:
     if node.cores:
         arguments += ["--cores", ",".join(map(str, node.cores))]
     ready = Probe("queue", nodectl_queue(node.id))
-    return replace(_python(f"node-{node.id}", state, ready, "workers.node_agent", *arguments), node=node.id)
+    return _python(f"node-{node.id}", state, ready, 2, "workers.node_agent", *arguments)
 
 
 def program(name: str) -> str:
@@ -152,8 +143,5 @@ def base_environment(state: StateFolder) -> dict[str, str]:
     }
 
 
-def _python(
-    name: str, state: StateFolder, ready: Probe, module: str, *arguments: str, grace_s: float = 15.0
-) -> Service:
-    argv = (sys.executable, "-m", module, "--state", str(state.root), *arguments)
-    return Service(name, argv, ready, grace_s=grace_s)
+def _python(name: str, state: StateFolder, ready: Probe, stage: int, module: str, *arguments: str) -> Service:
+    return Service(name, (sys.executable, "-m", module, "--state", str(state.root), *arguments), ready, stage)

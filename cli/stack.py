@@ -186,9 +186,9 @@ def stop_leftovers(state: StateFolder) -> int:
     return found + stop_residents(state)
 
 
-def stop_residents(state: StateFolder, node: str = "*", grace_s: float = 5.0) -> int:
+def stop_residents(state: StateFolder, grace_s: float = 5.0) -> int:
     """End the resident engines and trainer ranks that the node agents noted down; the number that still ran."""
-    files = sorted(state.root.glob(f"nodes/{node}/*.json"))
+    files = sorted(state.root.glob("nodes/*/*.json"))
     return stop_processes({record for file in files for record in records_in(file)}, grace_s)
 
 

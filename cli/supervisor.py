@@ -1,8 +1,9 @@
 """The process that keeps a local cluster's services alive: ``python -m cli.supervisor --state DIR``.
 
-Services start in order, each when the one before is ready. One that ends is started again with growing
-pauses, and every end is logged. SIGTERM or SIGINT stops them in reverse order, then the resident engines
-and ranks. A service that cannot even start once fails the whole cluster: nothing is started by halves.
+Services start stage by stage, each stage when the one before is ready. One that ends is started again with
+growing pauses, and every end is logged. SIGTERM or SIGINT stops the stages in reverse, and after the node
+agents the resident engines and ranks. A service that cannot even start once fails the whole cluster: nothing
+is started by halves.
 """
 
 from __future__ import annotations
@@ -79,19 +80,26 @@ class Supervisor:
     async def _start_all(self) -> None:
         stop = asyncio.create_task(self.stopping.wait())
         try:
-            for service in self.todo:
-                ready = asyncio.Event()
-                task = asyncio.create_task(self._keep(service, ready), name=service.name)
-                self._tasks.append((service, task))
-                wait_ready = asyncio.create_task(ready.wait())
-                await asyncio.wait({wait_ready, task, stop}, return_when=asyncio.FIRST_COMPLETED)
-                wait_ready.cancel()
-                if task.done():
-                    task.result()
+            for stage in sorted({service.stage for service in self.todo}):
+                ready = [self._start(service) for service in self.todo if service.stage == stage]
+                complete = asyncio.create_task(_all(ready))
+                keepers = [task for _, task in self._tasks]
+                # A keeper only ends by failing; a stop must not wait for a stage.
+                await asyncio.wait({complete, stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+                complete.cancel()
+                for task in keepers:
+                    if task.done():
+                        task.result()
                 if self.stopping.is_set():
                     return
         finally:
             stop.cancel()
+
+    def _start(self, service: Service) -> asyncio.Event:
+        """Begin to keep ``service`` running; the event is set when it is ready for the first time."""
+        ready = asyncio.Event()
+        self._tasks.append((service, asyncio.create_task(self._keep(service, ready), name=service.name)))
+        return ready
 
     async def _keep(self, service: Service, ready: asyncio.Event) -> None:
         """Run one service again and again. Ends by cancellation, or with :class:`ServiceFailed` before it was ready."""
@@ -161,22 +169,30 @@ class Supervisor:
     async def _stop_all(self) -> None:
         self.status.phase = "stopping"
         self.status.write(self.state)
-        for service, task in reversed(self._tasks):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ServiceFailed):
-                await task
-            row = self.status.services[service.name]
-            row.process = None
-            self._set(row, "stopped")
-            log.info("%s is stopped", service.name)
-            if service.node is not None:
-                await asyncio.to_thread(stop_residents, self.state, service.node)
+        for stage in sorted({service.stage for service, _ in self._tasks}, reverse=True):
+            await asyncio.gather(*(self._stop(*pair) for pair in self._tasks if pair[0].stage == stage))
+            # Where there are node agents, they are in the last stage: nothing can start a resident process any more.
+            await asyncio.to_thread(stop_residents, self.state)
         self.status.phase = "failed" if self.status.error else "stopped"
         self.status.write(self.state)
+
+    async def _stop(self, service: Service, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.wait({task})
+        row = self.status.services[service.name]
+        row.process = None
+        if row.state != "failed":
+            self._set(row, "stopped")
+        log.info("%s is stopped", service.name)
 
     def _set(self, row: ServiceStatus, value: str) -> None:
         row.state = value  # type: ignore[assignment]  # one of the literals above
         self.status.write(self.state)
+
+
+async def _all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
 
 
 async def _end(process: asyncio.subprocess.Process, service: Service) -> None:

@@ -64,7 +64,7 @@ def test_the_plain_view_gives_a_sign_of_life_while_nothing_finishes() -> None:
     view.show(waiting)
     time = PLAIN_EVERY_S
     view.show(waiting)
-    assert lines == ["step 1/3, collecting, waits for groups (2 of 8)  0 tokens/s  "] * 2
+    assert lines == ["step 1/3, collecting, waits for groups (2 of 8)  0 tokens/s"] * 2
 
 
 def test_the_live_table_shows_reward_nodes_and_links() -> None:

@@ -42,10 +42,10 @@ def state(tmp_path: Path) -> StateFolder:
     return folder
 
 
-def server(name: str) -> Service:
+def server(name: str, stage: int = 0) -> Service:
     port = stack.choose_ports({}, {})["proxy"]
     argv = (sys.executable, "-c", SERVE.format(handler=HANDLER), str(port))
-    return Service(name, argv, Probe("http", f"http://127.0.0.1:{port}/", limit_s=60), grace_s=5)
+    return Service(name, argv, Probe("http", f"http://127.0.0.1:{port}/", limit_s=60), stage, grace_s=5)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -55,8 +55,8 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     assert condition(), what
 
 
-async def test_services_start_one_after_the_other_and_stop_in_reverse(state: StateFolder) -> None:
-    supervisor = Supervisor(state, [server("first"), server("second")])
+async def test_stages_start_one_after_the_other_and_everything_stops(state: StateFolder) -> None:
+    supervisor = Supervisor(state, [server("first"), server("second", stage=1)])
     running = asyncio.create_task(supervisor.run())
     await until(lambda: supervisor.status.phase == "running", "both are ready")
     first, second = (supervisor.status.services[name].process for name in ("first", "second"))
