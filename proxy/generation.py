@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Iterable
@@ -312,9 +313,11 @@ def _cut_marks(marks: Marks, tokens: int) -> Marks:
     return kept
 
 
+_TOO_LONG = re.compile(r"(exceeds?|longer than) the (model's )?(maximum )?context|input .* is longer than")
+
+
 def _as_request_error(error: EngineRejected) -> SeamlessFlowError:
     """What engines say about too long a prompt, in the error that agents know."""
-    text = str(error)
-    if any(words in text for words in ("longer than the model's context", "is longer than", "maximum context length")):
-        return ContextLengthExceeded(text, param="messages")
+    if _TOO_LONG.search(str(error)):
+        return ContextLengthExceeded(str(error), param="messages")
     return error
