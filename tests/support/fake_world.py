@@ -67,6 +67,15 @@ INITIAL = CheckpointRef(
 _names = itertools.count()
 
 
+async def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Wait until the condition holds; fails with ``what`` it waited for."""
+    for _ in range(1500):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"waited too long for {what}")
+
+
 class FakeWorld:
     """See the module. Attributes that tests set: ``hold_claims``, ``on_train``, ``on_load``."""
 
@@ -104,7 +113,7 @@ class FakeWorld:
             "reward": {"target": "example:reward"},
             "nodes": [{"id": node, "tags": sorted(tags)} for node, tags in NODES.items()],
             "algorithm": {"group_size": 2, "groups_per_step": 2},
-            "pipeline": {"steps": 3},
+            "pipeline": {"steps": 1},
         }
         return RunSpec.model_validate({**data, **changes})
 
@@ -124,11 +133,17 @@ class FakeWorld:
     def pool(self) -> WorkflowHandle[Any, Any]:
         return self.client.get_workflow_handle(calls.pool_id(self.run))
 
-    async def until(self, line: str, *, times: int = 1) -> None:
-        """Wait until the log has ``line`` so many times."""
-        async with asyncio.timeout(20):
-            while self.log.count(line) < times:
-                await asyncio.sleep(0.02)
+    async def until(self, line: str) -> None:
+        """Wait until the log has ``line``."""
+        await eventually(lambda: line in self.log, f"{line!r}; what happened: {self.log}")
+
+    async def until_free(self) -> None:
+        """Wait until no node has a lease."""
+        for _ in range(400):
+            if all(node.activity == "free" for node in (await self.pool_status()).nodes):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"nodes are still leased: {await self.pool_status()}")
 
     def position(self, line: str) -> int:
         assert line in self.log, f"{line!r} did not happen; what did: {self.log}"
@@ -150,8 +165,8 @@ class FakeWorld:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(control_worker(self.client, self._control()))
             for node in NODES:
-                work = [self.engine_supervise, self.trainer_supervise, self.train_step]
-                control = [self.engine_load, self.engine_hold, self.gang_probe, self.end_residency]
+                work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step]
+                control: list[Any] = [self.engine_load, self.engine_hold, self.gang_probe, self.end_residency]
                 await stack.enter_async_context(activity_worker(self.client, node_queue(node), work))
                 await stack.enter_async_context(activity_worker(self.client, nodectl_queue(node), control))
             await stack.enter_async_context(activity_worker(self.client, tag_queue("agent"), [self.stream_tasks]))
@@ -162,8 +177,8 @@ class FakeWorld:
 
     def _control(self) -> list[Any]:
         names = (
-            "prepare_run rewind finish_run record_command set_admission pause_admission set_rate claim_batch commit_step "
-            "latest_checkpoint latest_weights open_evaluation wait_evaluation put_route close_route"
+            "prepare_run rewind finish_run record_command set_admission pause_admission set_rate claim_batch "
+            "commit_step latest_checkpoint latest_weights open_evaluation wait_evaluation put_route close_route"
         )
         return [getattr(self, name) for name in names.split()]
 
@@ -235,8 +250,8 @@ class FakeWorld:
 
     @activity.defn
     async def wait_evaluation(self, task: EvaluationInput) -> EvaluationOutcome:
-        serving = {weights.version for node, weights in self.engines.items() if self.routes.get(node, "").startswith("open")}
-        self.log.append(f"evaluate {task.version} on {sorted(serving)}")
+        serving = sorted({self.engines[node].version for node, route in self.routes.items() if "open" in route})
+        self.log.append(f"evaluate {task.version} on {serving}")
         return EvaluationOutcome(version=task.version, mean=0.25 * task.version, samples=4)
 
     @activity.defn

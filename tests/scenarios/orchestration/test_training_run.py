@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
+from fake_world import FakeWorld, eventually
 from temporalio.client import WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
 
 from storage.errors import EngineRejected, GangLost
@@ -41,13 +41,11 @@ async def cause_of(run: Run) -> str:
 
 
 async def until_route(world: FakeWorld, node: str, route: str) -> None:
-    async with asyncio.timeout(20):
-        while world.routes.get(node) != route:
-            await asyncio.sleep(0.02)
+    await eventually(lambda: world.routes.get(node) == route, f"route {route!r} of node {node}")
 
 
 async def test_a_run_trains_every_step_and_evaluates_before_and_after(world: FakeWorld) -> None:
-    result = await (await world.start()).result()
+    result = await (await world.start(world.spec(pipeline={"steps": 3}))).result()
 
     assert (result.steps, result.version, result.reward_before, result.reward_after) == (3, 3, 0.0, 0.75)
     assert result.balanced
@@ -58,11 +56,20 @@ async def test_a_run_trains_every_step_and_evaluates_before_and_after(world: Fak
     assert world.position("commit 0.2") < world.position("evaluate 3 on [3]") < world.position("finish finished")
     assert set(world.log[-2:]) == {"end processes on a", "end processes on b"}
     assert not world.routes
+    # Engines hear of a version only after it is committed, and hold new starts while they load it.
+    for version in (1, 2, 3):
+        assert world.position(f"commit 0.{version - 1}") < world.position(f"load {version} on b")
+        assert world.position(f"route b held {version - 1}") < world.position(f"load {version} on b")
+        assert world.position(f"load {version} on b") < world.position(f"route b open {version}")
+
+    # Ranks are started once and found again at every later step.
+    assert world.log.count("start ranks at 0") == 1
+    assert [line for line in world.log if line.startswith("attach")] == ["attach ranks at 1", "attach ranks at 2"]
 
 
 async def test_the_train_node_is_parked_for_the_update_while_the_other_keeps_its_route(world: FakeWorld) -> None:
     world.training_open.clear()
-    run = await world.start(world.spec(pipeline={"steps": 1}))
+    run = await world.start()
     await world.until("train 0.0 on m0")
 
     assert world.position("route a closed") < world.position("park engine a") < world.position("start ranks at 0")
@@ -71,24 +78,6 @@ async def test_the_train_node_is_parked_for_the_update_while_the_other_keeps_its
     world.training_open.set()
     assert (await run.result()).steps == 1
     assert world.position("park ranks a") < world.position("route a open 1")
-
-
-async def test_engines_hear_of_a_version_only_after_it_is_committed_and_hold_new_starts_while_loading(
-    world: FakeWorld,
-) -> None:
-    await (await world.start()).result()
-
-    for version in (1, 2, 3):
-        assert world.position(f"commit 0.{version - 1}") < world.position(f"load {version} on b")
-        assert world.position(f"route b held {version - 1}") < world.position(f"load {version} on b")
-        assert world.position(f"load {version} on b") < world.position(f"route b open {version}")
-
-
-async def test_ranks_are_started_once_and_found_again_at_every_later_step(world: FakeWorld) -> None:
-    await (await world.start()).result()
-
-    assert world.log.count("start ranks at 0") == 1
-    assert [line for line in world.log if line.startswith("attach")] == ["attach ranks at 1", "attach ranks at 2"]
 
 
 async def test_a_step_whose_trainer_rank_dies_is_replayed_from_its_manifest_under_a_new_lineage(
@@ -100,7 +89,7 @@ async def test_a_step_whose_trainer_rank_dies_is_replayed_from_its_manifest_unde
             raise GangLost("rank 0 was killed")
 
     world.on_train = die_once
-    result = await (await world.start()).result()
+    result = await (await world.start(world.spec(pipeline={"steps": 3}))).result()
 
     assert result.steps == 3
     assert world.log.count("claim 0.1") == 1
@@ -125,8 +114,6 @@ async def test_a_weights_file_that_cannot_be_loaded_leaves_the_old_version_in_se
             raise EngineRejected("corrupt file")
 
     world.on_load = refuse
-    world.claims_open.clear()
-    world.claims_open.set()
     run = await world.start(world.spec(pipeline={"steps": 2}))
     assert (await run.result()).version == 2
     assert "load 1 on b" not in world.log
@@ -146,7 +133,7 @@ async def test_paused_runs_claim_nothing_until_they_are_resumed(world: FakeWorld
     assert world.routes == {"a": "open 0", "b": "open 0"}
 
     await run.execute_update(TrainingRun.resume, Command(actor="ann"))
-    assert (await run.result()).steps == 3
+    assert (await run.result()).steps == 1
     assert not world.paused
 
 
@@ -162,7 +149,7 @@ async def test_a_pause_now_closes_every_route_and_a_resume_opens_them_again(worl
 
     await run.execute_update(TrainingRun.resume, Command())
     world.claims_open.set()
-    assert (await run.result()).steps == 3
+    assert (await run.result()).steps == 1
 
 
 async def test_a_pause_that_gives_back_frees_the_nodes(world: FakeWorld) -> None:
@@ -173,18 +160,16 @@ async def test_a_pause_that_gives_back_frees_the_nodes(world: FakeWorld) -> None
     await run.execute_update(TrainingRun.pause, Pause(mode="drain", give_back=True))
     await world.until("park engine a")
     await world.until("park engine b")
-    async with asyncio.timeout(10):
-        while any(node.activity != "free" for node in (await world.pool_status()).nodes):
-            await asyncio.sleep(0.05)
+    await world.until_free()
 
     await run.execute_update(TrainingRun.resume, Command())
     world.claims_open.set()
-    assert (await run.result()).steps == 3
+    assert (await run.result()).steps == 1
 
 
 async def test_a_stop_after_drain_finishes_the_step_and_evaluates(world: FakeWorld) -> None:
     world.training_open.clear()
-    run = await world.start()
+    run = await world.start(world.spec(pipeline={"steps": 3}))
     await world.until("train 0.0 on m0")
     await run.execute_update(TrainingRun.stop, Stop(mode="drain", actor="ann"))
     world.training_open.set()
@@ -219,7 +204,7 @@ async def test_a_node_can_be_preempted_by_hand_and_given_back(world: FakeWorld) 
     assert back.health == "up"
     await until_route(world, "b", "open 0")
     world.claims_open.set()
-    assert (await run.result()).steps == 3
+    assert (await run.result()).steps == 1
 
 
 async def test_a_drained_node_gets_no_lease_until_the_drain_is_undone(world: FakeWorld) -> None:
@@ -232,7 +217,7 @@ async def test_a_drained_node_gets_no_lease_until_the_drain_is_undone(world: Fak
     await world.pool().execute_update("drain", DrainNode(node="b", undo=True))
     await until_route(world, "b", "open 0")
     world.claims_open.set()
-    assert (await run.result()).steps == 3
+    assert (await run.result()).steps == 1
 
 
 async def test_a_node_that_is_reported_dead_is_fenced_and_the_run_goes_on_without_it(world: FakeWorld) -> None:
@@ -243,7 +228,7 @@ async def test_a_node_that_is_reported_dead_is_fenced_and_the_run_goes_on_withou
     await world.pool().signal("node_lost", NodeSeen(node="b", boot_id="boot"))
     await world.until("route b closed")
     world.claims_open.set()
-    assert (await run.result()).steps == 3
+    assert (await run.result()).steps == 1
     assert "load 1 on b" not in world.log
 
 
@@ -262,7 +247,7 @@ async def test_checkpoint_now_answers_with_the_checkpoint_of_the_update_in_work(
 
 async def test_values_can_be_changed_while_a_run_lives_and_bad_ones_are_refused(world: FakeWorld) -> None:
     world.claims_open.clear()
-    run = await world.start()
+    run = await world.start(world.spec(pipeline={"steps": 3}))
     await world.until("wait for batch 0")
 
     for patch, message in (
@@ -279,14 +264,11 @@ async def test_values_can_be_changed_while_a_run_lives_and_bad_ones_are_refused(
     assert (await run.result()).steps == 1
 
 
-async def test_a_naive_run_admits_one_batch_at_a_time(world: FakeWorld) -> None:
-    await (await world.start(world.spec(pipeline={"steps": 3, "name": "naive"}))).result()
-    assert world.admitted == [2, 4, 6]
-
-
-async def test_a_multiplexed_run_admits_as_many_batches_ahead_as_staleness_allows(world: FakeWorld) -> None:
-    await (await world.start(world.spec(pipeline={"steps": 3, "max_staleness": 1}))).result()
-    assert world.admitted == [4, 6, 6]
+async def test_a_naive_run_starts_a_batch_only_when_every_engine_serves_the_new_weights(world: FakeWorld) -> None:
+    await (await world.start(world.spec(pipeline={"steps": 2, "name": "naive"}))).result()
+    assert world.admitted == [2, 4]
+    for node in ("a", "b"):
+        assert world.position(f"route {node} open 1") < world.position("wait for batch 1")
 
 
 async def test_an_agent_that_cannot_be_loaded_fails_the_run_with_its_message(world: FakeWorld) -> None:
