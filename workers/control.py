@@ -125,10 +125,13 @@ async def serve(state: StateFolder, stop: asyncio.Event) -> None:
     store = ObjectStore.from_state(state)
     try:
         await asyncio.to_thread(store.ensure_bucket)
-        async with ControlClient(cluster.proxy, state.secrets().control_key, deadline_s=PROXY_LIMIT_S) as proxy:
-            async with control_worker(client, control_activities(client, ledger, store, proxy)):
-                await schedule_audit(client, cluster.cluster)
-                await stop.wait()
+        key = state.secrets().control_key
+        async with (
+            ControlClient(cluster.proxy, key, deadline_s=PROXY_LIMIT_S) as proxy,
+            control_worker(client, control_activities(client, ledger, store, proxy)),
+        ):
+            await schedule_audit(client, cluster.cluster)
+            await stop.wait()
     finally:
         store.close()
         ledger.close()
