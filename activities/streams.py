@@ -129,6 +129,7 @@ class TaskStream(Stream):
         self._source = source
         self._limit_s = spec.agent.time_limit_s
         self._given = given
+        self._holding: set[str] = set()
 
     async def run(self) -> NoReturn:
         await self._release()
@@ -143,12 +144,21 @@ class TaskStream(Stream):
 
     async def _claim(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> bool:
         given = self._given
-        claims = await self._client.claim_samples(given.run, given.stream, given.worker_slot, CLAIM_LIMIT)
+        claims = await self._client.claim_samples(
+            given.run, given.stream, given.worker_slot, CLAIM_LIMIT, holding=self._holding
+        )
         for claim in claims:
+            self._holding.add(claim.session)
             start(self._session(claim))
         return bool(claims)
 
     async def _session(self, claim: ClaimedSample) -> None:
+        try:
+            await self._run_and_report(claim)
+        finally:
+            self._holding.discard(claim.session)
+
+    async def _run_and_report(self, claim: ClaimedSample) -> None:
         outcome = await self._run_agent(claim)
         run = self._given.run
         if outcome.status == "ok":

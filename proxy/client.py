@@ -68,7 +68,7 @@ class ControlClient:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._deadline_s = deadline_s
         self._http: aiohttp.ClientSession | None = None
-        self._claim_in_doubt = False
+        self._claims_in_doubt: set[tuple[str, str, str]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,10 +132,11 @@ class ControlClient:
         body: dict[str, Any] = {"stream": stream, "worker": worker, "limit": limit}
         doubt = {"holding": list(holding)}
         path = f"/control/runs/{_q(run)}/samples/claim"
-        body |= doubt if self._claim_in_doubt else {}
-        self._claim_in_doubt = True
+        claim = (run, stream, worker)
+        body |= doubt if claim in self._claims_in_doubt else {}
+        self._claims_in_doubt.add(claim)
         rows = await self._call("POST", path, body, again={**body, **doubt})
-        self._claim_in_doubt = False
+        self._claims_in_doubt.discard(claim)
         return [ClaimedSample(**row) for row in rows]
 
     async def finish_sample(self, run: str, session: str, output: Any) -> str:
