@@ -19,7 +19,8 @@ from storage.errors import ConfigError, NotFoundError
 from storage.ledger import TRAIN, Checkpoint, Ledger, RewoundStep
 from storage.manifests import Manifest, write_manifest
 from storage.objects import ObjectStore
-from storage.weights import folder_digest
+from storage.weights import WeightsStore, folder_digest
+from workers.cluster import StateFolder
 from workflows.messages import (
     AdmissionInput,
     AdmissionPause,
@@ -44,9 +45,10 @@ POLL_S = 0.1
 
 
 class LedgerActivities:
-    """Holds the control worker's ledger, object store and client of the proxy."""
+    """Holds the control worker's ledger, object store, client of the proxy and the cluster's state folder."""
 
-    def __init__(self, ledger: Ledger, store: ObjectStore, proxy: ControlClient) -> None:
+    def __init__(self, state: StateFolder, ledger: Ledger, store: ObjectStore, proxy: ControlClient) -> None:
+        self._state = state
         self._ledger = ledger
         self._store = store
         self._proxy = proxy
@@ -142,6 +144,9 @@ class LedgerActivities:
     async def commit_step(self, task: CommitInput) -> CheckpointRef:
         """Commit the checkpoint: its claimed samples become trained in that transaction; then the step's figures."""
         await asyncio.to_thread(self._commit, task)
+        weights = WeightsStore(self._state.weights(task.run))
+        removed = await beating(asyncio.to_thread(weights.collect, task.keep_weights))
+        activity.logger.info("version %d is committed; %d old ones removed", task.checkpoint.version, len(removed))
         return task.checkpoint
 
     # Weights

@@ -74,9 +74,11 @@ def control_worker(client: Client, activities: list[Callable[..., Any]]) -> Work
     )
 
 
-def control_activities(client: Client, ledger: Ledger, store: ObjectStore, proxy: ControlClient) -> list[Any]:
+def control_activities(
+    client: Client, state: StateFolder, ledger: Ledger, store: ObjectStore, proxy: ControlClient
+) -> list[Any]:
     """Every activity that the control worker runs."""
-    books = LedgerActivities(ledger, store, proxy)
+    books = LedgerActivities(state, ledger, store, proxy)
     routes, audit = RouteActivities(proxy), AuditActivities(client)
     return [
         books.prepare_run,
@@ -128,7 +130,7 @@ async def serve(state: StateFolder, stop: asyncio.Event) -> None:
         key = state.secrets().control_key
         async with (
             ControlClient(cluster.proxy, key, deadline_s=PROXY_LIMIT_S) as proxy,
-            control_worker(client, control_activities(client, ledger, store, proxy)),
+            control_worker(client, control_activities(client, state, ledger, store, proxy)),
         ):
             await schedule_audit(client, cluster.cluster)
             await stop.wait()

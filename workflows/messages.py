@@ -508,6 +508,8 @@ class CommitInput(Message):
     checkpoint: CheckpointRef
     metrics: dict[str, float]
     intervals: tuple[TrainInterval, ...]
+    keep_weights: int = Field(default=4, ge=1)
+    """Published versions that stay on disk."""
 
 
 class TrainInterval(Message):

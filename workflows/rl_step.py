@@ -37,6 +37,8 @@ from workflows.messages import (
 from workflows.scheduling import pipeline
 
 GANG_TRIES = 3
+SPARE_VERSIONS = 3
+"""Published versions kept beyond the staleness limit: an engine that is slow to sync may still fall back to one."""
 
 
 class _Stopped(Exception):
@@ -250,6 +252,7 @@ class RlStep:
             checkpoint=checkpoint,
             metrics=metrics,
             intervals=tuple(TrainInterval(node=o.node, start=o.start, end=o.end) for o in outcomes),
+            keep_weights=self.task.spec.pipeline.max_staleness + SPARE_VERSIONS,
         )
         committed = await calls.on_control(
             "commit_step", commit, CheckpointRef, summary=f"commit version {checkpoint.version}"

@@ -23,9 +23,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; the run file has the last word")
     parser.add_argument("--cores", default="", help="CPU cores; the run file has the last word")
     parser.add_argument("--train-priority", type=float, default=0.0, help="order in which nodes are taken for training")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address under which the other nodes and the proxy reach it"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address under which nodes and proxy reach it")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     info = NodeInfo.model_validate(
@@ -37,7 +35,7 @@ def main() -> None:
             "boot_id": boot_id(),
         }
     )
-    asyncio.run(_serve(NodeAgent(StateFolder(arguments.state), info, host=arguments.host)))
+    asyncio.run(_serve(NodeAgent(StateFolder(arguments.state), info, host=arguments.advertise)))
 
 
 async def _serve(agent: NodeAgent) -> None:

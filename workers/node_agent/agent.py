@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from temporalio.client import Client, WithStartWorkflowOperation, WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDConflictPolicy
@@ -49,8 +51,17 @@ class NodeAgent:
         await self._tokens.fail_old(client)
         node = self._info.id
         activities = NodeActivities(client, node, self._engine, self._trainer, self._epochs, self._tokens)
-        work = [activities.engine_supervise, activities.trainer_supervise, activities.train_step]
-        control = [activities.engine_load, activities.engine_hold, activities.gang_probe, activities.end_residency]
+        work: list[Callable[..., Any]] = [
+            activities.engine_supervise,
+            activities.trainer_supervise,
+            activities.train_step,
+        ]
+        control: list[Callable[..., Any]] = [
+            activities.engine_load,
+            activities.engine_hold,
+            activities.gang_probe,
+            activities.end_residency,
+        ]
         async with (
             activity_worker(client, node_queue(node), work, slots=8),
             activity_worker(client, nodectl_queue(node), control, slots=8),
@@ -68,7 +79,7 @@ class NodeAgent:
         info = self._info.model_copy(update={"epoch": self._epochs.epoch})
         cluster = self._state.cluster().cluster
         while True:
-            start = WithStartWorkflowOperation(
+            start: WithStartWorkflowOperation[Any, None] = WithStartWorkflowOperation(
                 "ResourcePool",
                 PoolState(pool=Pool(cluster=cluster)),
                 id=calls.pool_id(cluster),

@@ -27,10 +27,14 @@ DEAD_POLL_S = 0.2
 DRAIN_LIMIT_S = 10.0
 HANG_LIMIT_S = 60.0
 PROBE_EVERY_S = 2.0
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class EngineHost:
-    """One node's engine. Methods that change it are serialised; only the newest lease's commands get here."""
+    """One node's engine. Methods that change it are serialised; only the newest lease's commands get here.
+
+    ``host``: the name under which others reach this node.
+    """
 
     def __init__(
         self, state: StateFolder, node: str, *, host: str = "127.0.0.1", connect: Callable[[str], Engine] = SglangEngine
@@ -132,8 +136,9 @@ class EngineHost:
 
     async def _start(self, task: EngineTask, last: EngineResidency | None) -> EngineResidency:
         node = node_spec(task.spec, self._node)
-        port = free_port(self._host)
-        command = engine_command(task.spec, node, self._host, port, self._state.node(self._node) / "tokens.jsonl")
+        port = free_port()
+        bind = self._host if self._host in LOOPBACK else "0.0.0.0"  # noqa: S104 - other machines have to reach it
+        command = engine_command(task.spec, node, bind, port, self._state.node(self._node) / "tokens.jsonl")
         process = await asyncio.to_thread(
             spawn, command, log=self._log, cores=node.cores, threads=node.threads, environment={}
         )

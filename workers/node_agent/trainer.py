@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +38,26 @@ IDLE = frozenset({"ready"})
 
 
 class TrainerHost:
-    """One node's ranks. A gang whose rank died is ended as a whole and never repaired."""
+    """One node's ranks. A gang whose rank died is ended as a whole and never repaired.
 
-    def __init__(self, state: StateFolder, node: str, *, host: str = "127.0.0.1") -> None:
+    ``host``: the name under which other members reach rank 0. ``command``: how a rank is started from its launch file.
+    """
+
+    def __init__(
+        self,
+        state: StateFolder,
+        node: str,
+        *,
+        host: str = "127.0.0.1",
+        command: Callable[[Path], list[str]] = lambda launch: [
+            sys.executable,
+            "-m",
+            "workers.trainer",
+            "--launch",
+            str(launch),
+        ],
+    ) -> None:
+        self._command = command
         self._state = state
         self._node = node
         self._host = host
@@ -51,7 +68,7 @@ class TrainerHost:
     async def probe(self, run: str) -> GangView:
         """Which gang lives here with all its ranks idle, and at which version."""
         found = GangResidency.read(self._file)
-        none = GangView(node=self._node, gang=None, ranks=0, host=self._host, free_port=free_port(self._host))
+        none = GangView(node=self._node, gang=None, ranks=0, host=self._host, free_port=free_port())
         if found is None or found.run != run or not found.complete or found.dead():
             return none
         try:
@@ -145,9 +162,13 @@ class TrainerHost:
             launch = self._launch_file(task, rank, local)
             launch_path = self._folder / f"launch-{rank}.json"
             launch.write(launch_path)
-            command = [sys.executable, "-m", "workers.trainer", "--launch", str(launch_path)]
             process = await asyncio.to_thread(
-                spawn, command, log=self._log(rank), cores=node.cores, threads=node.threads, environment={}
+                spawn,
+                self._command(launch_path),
+                log=self._log(rank),
+                cores=node.cores,
+                threads=node.threads,
+                environment={},
             )
             gang = gang.model_copy(update={"processes": (*gang.processes, process)})
             gang.write(self._file)
@@ -164,7 +185,6 @@ class TrainerHost:
             local_rank=local,
             master_addr=task.master_addr,
             master_port=task.master_port,
-            control_host=self._host,
             token=secrets.token_hex(32),
             epoch=task.epoch,
             checkpoint=Path(checkpoint.path) if checkpoint.path else None,
