@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from workers.engines.embedded.engine import EmbeddedEngine, Settings
+from workers.engines.embedded.engine import EmbeddedEngine
+from workers.engines.embedded.settings import Settings
 from workers.engines.wire import GenerateRequest
 
 TINY: dict[str, Any] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from storage.errors import EngineRejected
+from storage.errors import ConfigError, EngineRejected
 from workers.engines.base import FinishKind, PauseMode
 from workers.engines.checkpoint import check_headers, read_json, verified_digest
 from workers.engines.flags import parser
 from workers.engines.script import FaultKind, Play, hash_play, load_script
-from workers.engines.server import DropConnection, LoadRequest, Server, serve_until_signalled
+from workers.engines.server import DropConnection, LoadRequest, Server, bind, serve_until_signalled
 from workers.engines.wire import GenerateRequest, Limits, VersionSpans, event, finish_reason
 
 
@@ -307,17 +308,23 @@ def _encode(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def main() -> None:
+def main() -> int:
     flags = parser("Plays scripted tokens over SGLang's native wire.")
     flags.add_argument("--script", type=Path, help="JSON file of plays; without one every answer depends on its prompt")
     arguments = flags.parse_args()
-    options = load_script(arguments.script) if arguments.script else {}
-    if arguments.model_path is not None:
-        config = read_json(arguments.model_path / "config.json")
-        options = {"vocab_size": config["vocab_size"], "model_path": str(arguments.model_path), **options}
-    engine = ScriptedEngine(**{"weight_version": arguments.weight_version, **options})
-    asyncio.run(serve_until_signalled(engine.server, arguments.host, arguments.port))
+    try:
+        options = load_script(arguments.script) if arguments.script else {}
+        if arguments.model_path is not None:
+            config = read_json(arguments.model_path / "config.json")
+            options = {"vocab_size": config["vocab_size"], "model_path": str(arguments.model_path), **options}
+        engine = ScriptedEngine(**{"weight_version": arguments.weight_version, **options})
+        with bind(arguments.host, arguments.port) as listener:
+            asyncio.run(serve_until_signalled(engine.server, listener))
+    except (ConfigError, EngineRejected, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -231,25 +231,42 @@ async def _errors(
         return web.json_response({"error": {"message": str(error)}}, status=503)
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Take ``host:port`` (port 0: any free one) without listening yet: clients are refused until a server does.
+
+    Raises:
+        OSError: the port is in use, or the host is not ours.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot bind {host}:{port}: {error.strerror}") from None
+    return listener
+
+
 class Server:
-    """Serves a backend on ``host:port`` (port 0: any free one) until :meth:`stop`."""
+    """Serves a backend over HTTP until :meth:`stop`."""
 
     def __init__(self, backend: Backend, *, encode: Encode = orjson.dumps) -> None:
         self._application = Application(backend, encode=encode)
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Bind and serve; returns the base URL. Raises :class:`OSError` if the port is taken."""
-        listener = socket.create_server((host, port), backlog=1024)
+    async def start(self, listener: socket.socket | None = None) -> str:
+        """Serve on ``listener`` (see :func:`bind`), else on a free loopback port; returns the base URL."""
+        listener = listener or bind("127.0.0.1", 0)
         # A client that goes away cancels its handler, which aborts its request.
         runner = web.AppRunner(
             self._application.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
         )
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=1024).start()
         self._runner = runner
-        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return self.url
 
     async def stop(self) -> None:
@@ -258,14 +275,14 @@ class Server:
             self._runner = None
 
 
-async def serve_until_signalled(server: Server, host: str, port: int, failed: asyncio.Event | None = None) -> None:
+async def serve_until_signalled(server: Server, listener: socket.socket, failed: asyncio.Event | None = None) -> None:
     """Serve until SIGTERM or SIGINT, or until the engine behind ``server`` says that it has ``failed``."""
     stop = failed or asyncio.Event()
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, interrupted.set)
-    await server.start(host, port)
+    await server.start(listener)
     print(f"listening on {server.url}", flush=True)
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, interrupted)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

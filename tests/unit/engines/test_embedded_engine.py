@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from storage.errors import EngineRejected
-from workers.engines.embedded.engine import EmbeddedEngine, Settings
+from workers.engines.embedded.engine import EmbeddedEngine
+from workers.engines.embedded.settings import Settings
 from workers.engines.server import LoadRequest
 from workers.engines.wire import GenerateRequest
 

@@ -1,21 +1,29 @@
-"""``python -m workers.engines.embedded --model-path DIR --port N``: serve one model until SIGTERM."""
+"""``python -m workers.engines.embedded --model-path DIR --port N``: serve one model until SIGTERM.
+
+Exit status: 0 after SIGTERM, 1 if the model thread died, 2 if the port or the model cannot be used.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 
 from storage.errors import EngineRejected
-from workers.engines.embedded.engine import EmbeddedEngine, Settings
+from workers.engines.checkpoint import check_headers
+from workers.engines.embedded.architectures import read_config
+from workers.engines.embedded.settings import Settings
 from workers.engines.flags import parser
-from workers.engines.server import Server, serve_until_signalled
+from workers.engines.server import Server, bind, serve_until_signalled
 
 
-async def serve(settings: Settings, host: str, port: int) -> int:
-    """Exit status: 1 if the model thread died."""
+async def serve(settings: Settings, listener: socket.socket) -> int:
+    """Load the model, then serve it; returns the exit status."""
+    from workers.engines.embedded.engine import EmbeddedEngine  # torch: not before the arguments are known to be good
+
     engine = await EmbeddedEngine.start(settings)
-    await serve_until_signalled(Server(engine), host, port, failed=engine.failed)
+    await serve_until_signalled(Server(engine), listener, failed=engine.failed)
     if engine.failed.is_set():
         return 1
     await engine.stop()
@@ -40,7 +48,10 @@ def main() -> int:
         seed=arguments.seed,
     )
     try:
-        return asyncio.run(serve(settings, arguments.host, arguments.port))
+        read_config(settings.model_path)
+        check_headers(settings.model_path)
+        with bind(arguments.host, arguments.port) as listener:
+            return asyncio.run(serve(settings, listener))
     except (EngineRejected, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 
@@ -19,6 +19,7 @@ from workers.engines.base import PauseMode
 from workers.engines.embedded.architectures import read_stop_ids
 from workers.engines.embedded.model import Forward, KvRows
 from workers.engines.embedded.scheduler import Capacity, Scheduler
+from workers.engines.embedded.settings import Settings
 from workers.engines.embedded.stops import StopFinder
 from workers.engines.embedded.thread import ModelThread
 from workers.engines.embedded.tokenlog import TokenLog
@@ -29,23 +30,6 @@ from workers.engines.wire import GenerateRequest, Limits
 log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to run one model."""
-
-    model_path: Path
-    weight_version: str = "0"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights are rounded to it; see :func:`compute_type`."""
-    max_running: int = 32
-    kv_tokens: int = 65536
-    max_context: int | None = None
-    """None: the model's."""
-    threads: int = 1
-    log_tokens: Path | None = None
-    seed: int = 0
 
 
 def compute_type(dtype: str) -> torch.dtype:
