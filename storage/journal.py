@@ -11,8 +11,9 @@ import sqlite3
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,33 +61,22 @@ class TokenCounts:
     ids: int = 0
     sampled: int = 0
 
-    def __add__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(self.ids + other.ids, self.sampled + other.sampled)
 
-
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     session: str
     kind: str
     data: bytes
     ids: bytes | None
     logprobs: bytes | None
-
-    @property
-    def size(self) -> int:
-        return len(self.data) + len(self.ids or b"") + len(self.logprobs or b"")
-
-    @property
-    def counts(self) -> TokenCounts:
-        return TokenCounts(len(self.ids or b"") // 4, len(self.logprobs or b"") // 4)
+    n_ids: int
+    n_sampled: int
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What one call wants in one transaction."""
+class _Work(NamedTuple):
+    """What one call wants in one transaction: rows to write or sessions to forget."""
 
-    rows: tuple[_Row, ...] = ()
-    deletes: tuple[str, ...] = ()
+    rows: Sequence[_Row] = ()
+    deletes: Sequence[str] = ()
 
 
 class Journal:
@@ -106,6 +96,7 @@ class Journal:
         found = self._connection.execute("SELECT TOTAL(n_ids), TOTAL(n_sampled) FROM records").fetchone()
         self._counts = TokenCounts(int(found[0]), int(found[1]))
         self._numbers: dict[str, int] = {}
+        """Row ids of sessions; belongs to the writer's thread."""
         self._writer = GroupCommit[_Work](f"journal {path}", self._commit)
 
     async def append(self, *records: JournalRecord) -> None:
@@ -114,8 +105,10 @@ class Journal:
         Raises:
             StorageError: they are not in the journal (disk full, ...), none of them.
         """
-        rows = tuple(_encode(record) for record in records)
-        await self._writer.submit(_Work(rows=rows), sum(row.size for row in rows))
+        rows = [_encode(record) for record in records]
+        await self._writer.submit(
+            _Work(rows=rows), sum(len(row.data) + 4 * (row.n_ids + row.n_sampled) for row in rows)
+        )
 
     async def delete(self, *sessions: str) -> None:
         """Forget sessions and all their records."""
@@ -161,52 +154,52 @@ class Journal:
 
     def _commit(self, works: Sequence[_Work]) -> None:
         """Runs in the writer's thread only."""
-        numbers, counts = dict[str, int](), self._counts
         connection = self._connection
+        ids, sampled = self._counts.ids, self._counts.sampled
         connection.execute("BEGIN IMMEDIATE")
         try:
-            for work in works:
-                for row in work.rows:
-                    number = numbers.get(row.session) or self._number(row.session)
-                    numbers[row.session] = number
-                    counts = counts + self._insert(number, row)
-                for session in work.deletes:
-                    numbers.pop(session, None)
-                    self._numbers.pop(session, None)
-                    counts = counts + self._delete(session)
+            # Deletions are rare: between them all rows go in one statement, in the order of their appends.
+            for deletes, group in groupby(works, key=lambda work: bool(work.deletes)):
+                work = list(group)
+                if deletes:
+                    changes = [self._delete(session) for one in work for session in one.deletes]
+                else:
+                    changes = self._insert([row for one in work for row in one.rows])
+                ids += sum(change[0] for change in changes)
+                sampled += sum(change[1] for change in changes)
             connection.execute("COMMIT")
         except BaseException:
             connection.rollback()
+            self._numbers.clear()
             raise
-        self._numbers.update(numbers)
-        self._counts = counts
+        self._counts = TokenCounts(ids, sampled)
+
+    def _insert(self, rows: Sequence[_Row]) -> list[tuple[int, int]]:
+        numbers = [self._numbers.get(row.session) or self._number(row.session) for row in rows]
+        self._connection.executemany(_INSERT, [(n, *row[1:]) for n, row in zip(numbers, rows, strict=True)])
+        for number, row in zip(numbers, rows, strict=True):
+            if row.kind == CLOSED:
+                self._connection.execute("UPDATE sessions SET closed = 1 WHERE id = ?", (number,))
+        return [(row.n_ids, row.n_sampled) for row in rows]
 
     def _number(self, session: str) -> int:
-        if session in self._numbers:
-            return self._numbers[session]
         self._connection.execute("INSERT OR IGNORE INTO sessions (session) VALUES (?)", (session,))
         found = self._connection.execute("SELECT id FROM sessions WHERE session = ?", (session,)).fetchone()
+        self._numbers[session] = int(found[0])
         return int(found[0])
 
-    def _insert(self, number: int, row: _Row) -> TokenCounts:
-        counts = row.counts
-        values = (number, row.kind, row.data, row.ids, row.logprobs, counts.ids, counts.sampled)
-        self._connection.execute(_INSERT, values)
-        if row.kind == CLOSED:
-            self._connection.execute("UPDATE sessions SET closed = 1 WHERE id = ?", (number,))
-        return counts
-
-    def _delete(self, session: str) -> TokenCounts:
+    def _delete(self, session: str) -> tuple[int, int]:
+        self._numbers.pop(session, None)
         query = (
             "SELECT sessions.id, TOTAL(n_ids), TOTAL(n_sampled) FROM sessions"
             " JOIN records ON records.session = sessions.id WHERE sessions.session = ? GROUP BY sessions.id"
         )
         found = self._connection.execute(query, (session,)).fetchone()
         if found is None:
-            return TokenCounts()
+            return 0, 0
         self._connection.execute("DELETE FROM records WHERE session = ?", (found[0],))
         self._connection.execute("DELETE FROM sessions WHERE id = ?", (found[0],))
-        return TokenCounts(-int(found[1]), -int(found[2]))
+        return -int(found[1]), -int(found[2])
 
 
 def _path(url: str) -> Path:
@@ -243,6 +236,8 @@ def _encode(record: JournalRecord) -> _Row:
         orjson.dumps(record.data),
         None if ids is None else ids.tobytes(),
         None if logprobs is None else logprobs.tobytes(),
+        0 if ids is None else len(ids),
+        0 if logprobs is None else len(logprobs),
     )
 
 

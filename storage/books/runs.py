@@ -13,6 +13,10 @@ from storage.books.records import Admission, AuditEntry, Interval, RunInfo, Step
 from storage.books.schema import audit, intervals, runs, samples, steps, streams
 from storage.errors import ConfigError, FencedError, NotFoundError
 
+# Statements of hot paths are built once: building one costs more than running it.
+_LOCK = sa.select(runs.c.lineage).where(runs.c.run == sa.bindparam("run")).with_for_update()
+_STREAM = sa.select(streams).where(streams.c.run == sa.bindparam("run"), streams.c.stream == sa.bindparam("stream"))
+
 
 class Runs(Part):
     """Rows by run: spec, state, admission, metrics, busy intervals, human commands."""
@@ -145,7 +149,7 @@ def lock_run(connection: sa.Connection, run: str, *, lineage: int | None = None)
         NotFoundError: no such run.
         FencedError: ``lineage`` is older than the run's.
     """
-    current = connection.scalar(sa.select(runs.c.lineage).where(runs.c.run == run).with_for_update())
+    current = connection.scalar(_LOCK, {"run": run})
     if current is None:
         raise _no_run(run)
     if lineage is not None and lineage < current:
@@ -155,8 +159,7 @@ def lock_run(connection: sa.Connection, run: str, *, lineage: int | None = None)
 
 def stream_row(connection: sa.Connection, run: str, stream: str) -> sa.Row[Any]:
     """The stream's admission; NotFoundError where it was never set."""
-    query = sa.select(streams).where(streams.c.run == run, streams.c.stream == stream)
-    row = connection.execute(query).one_or_none()
+    row = connection.execute(_STREAM, {"run": run, "stream": stream}).one_or_none()
     if row is None:
         raise NotFoundError(f"run {run!r} has no stream {stream!r}: set its admission first")
     return row

@@ -17,6 +17,26 @@ FAILABLE = (State.RUNNING, State.FINISHED, State.SCORED)
 _KEY = ("run", "stream", "ordinal", "sample")
 
 
+def _matches(table: sa.Table, *columns: str) -> sa.ColumnElement[bool]:
+    """Condition: the columns have the values bound as ``at_<column>``."""
+    return sa.and_(*(table.c[name] == sa.bindparam(f"at_{name}") for name in columns))
+
+
+# Built once: building a statement costs more than running it.
+_GET = sa.select(samples).where(_matches(samples, *_KEY))
+_SET = samples.update().where(_matches(samples, *_KEY))
+_RUNNING = sa.select(sa.func.count()).where(_matches(samples, "run", "stream"), samples.c.state == State.RUNNING)
+_QUEUED = (
+    sa.select(samples.c.ordinal, samples.c.sample, samples.c.attempt)
+    .where(_matches(samples, "run", "stream"), samples.c.state == State.QUEUED)
+    .order_by(samples.c.ordinal, samples.c.sample)
+    .limit(sa.bindparam("limit"))
+)
+_SESSION = sa.select(sessions.c.session).where(_matches(sessions, *_KEY, "attempt")).limit(1)
+_CLOSE = sessions.update().where(_matches(sessions, *_KEY, "attempt")).values(closed=True)
+_CAUSE = sa.select(attempts.c.cause).where(_matches(attempts, *_KEY, "attempt"))
+
+
 class Samples(Part):
     """The first half of a sample's life: queued, running, finished."""
 
@@ -28,8 +48,8 @@ class Samples(Part):
         with self._db.write() as connection:
             lock_run(connection, run)
             admission = stream_row(connection, run, stream)
-            running = sa.select(sa.func.count()).where(in_stream(run, stream), samples.c.state == State.RUNNING)
-            free = min(limit, admission.target_in_flight - (connection.scalar(running) or 0))
+            running = connection.scalar(_RUNNING, {"at_run": run, "at_stream": stream}) or 0
+            free = min(limit, admission.target_in_flight - running)
             if free <= 0 or admission.paused:
                 return []
             claims = _start_queued(connection, run, stream, worker, free)
@@ -122,11 +142,6 @@ class Samples(Part):
         return [row_of(row) for row in rows]
 
 
-def at(key: SampleKey) -> sa.ColumnElement[bool]:
-    """Condition: this one sample."""
-    return in_stream(key.run, key.stream) & (samples.c.ordinal == key.ordinal) & (samples.c.sample == key.sample)
-
-
 def row_of(row: sa.Row[Any]) -> SampleRow:
     """The public record of a row of ``samples``."""
     values = dict(row._mapping)
@@ -138,7 +153,7 @@ def row_of(row: sa.Row[Any]) -> SampleRow:
 
 def get_sample(connection: sa.Connection, key: SampleKey) -> SampleRow:
     """Raises NotFoundError if the sample was never started."""
-    row = connection.execute(sa.select(samples).where(at(key))).one_or_none()
+    row = connection.execute(_GET, _at(key)).one_or_none()
     if row is None:
         raise NotFoundError(f"sample {key} was never started")
     return row_of(row)
@@ -146,7 +161,7 @@ def get_sample(connection: sa.Connection, key: SampleKey) -> SampleRow:
 
 def set_sample(connection: sa.Connection, key: SampleKey, **values: Any) -> None:
     """Write columns of one sample."""
-    connection.execute(samples.update().where(at(key)).values(**values))
+    connection.execute(_SET, {**_at(key), **values})
 
 
 def require(row: SampleRow, attempt: int, states: tuple[State, ...], verb: str) -> None:
@@ -159,27 +174,24 @@ def require(row: SampleRow, attempt: int, states: tuple[State, ...], verb: str) 
 
 def session_of(connection: sa.Connection, key: SampleKey, attempt: int) -> str | None:
     """Newest session made for an attempt, if any."""
-    return connection.scalar(sa.select(sessions.c.session).where(_of_attempt(key, attempt)).limit(1))
+    return connection.scalar(_SESSION, _at(key, attempt))
 
 
 def _cause(row: SampleRow) -> str:
     return f" ({row.cause})" if row.cause else ""
 
 
-def _of_attempt(key: SampleKey, attempt: int) -> sa.ColumnElement[bool]:
-    here = (sessions.c.run == key.run) & (sessions.c.stream == key.stream) & (sessions.c.ordinal == key.ordinal)
-    return here & (sessions.c.sample == key.sample) & (sessions.c.attempt == attempt)
+def _at(key: SampleKey, attempt: int | None = None) -> dict[str, Any]:
+    values = {f"at_{name}": getattr(key, name) for name in _KEY}
+    return values if attempt is None else {**values, "at_attempt": attempt}
 
 
 def _close_sessions(connection: sa.Connection, key: SampleKey, attempt: int) -> None:
-    connection.execute(sessions.update().where(_of_attempt(key, attempt)).values(closed=True))
+    connection.execute(_CLOSE, _at(key, attempt))
 
 
 def _start_queued(connection: sa.Connection, run: str, stream: str, worker: str, limit: int) -> list[SampleClaim]:
-    query = sa.select(samples.c.ordinal, samples.c.sample, samples.c.attempt).where(
-        in_stream(run, stream), samples.c.state == State.QUEUED
-    )
-    rows = connection.execute(query.order_by(samples.c.ordinal, samples.c.sample).limit(limit)).all()
+    rows = connection.execute(_QUEUED, {"at_run": run, "at_stream": stream, "limit": limit}).all()
     claims = [SampleClaim(SampleKey(run, stream, row.ordinal, row.sample), row.attempt) for row in rows]
     for claim in claims:
         set_sample(connection, claim.key, state=State.RUNNING, worker=worker, session=None)
@@ -203,9 +215,7 @@ def _start_new(connection: sa.Connection, admission: sa.Row[Any], worker: str, l
 
 
 def _ended_by(connection: sa.Connection, key: SampleKey, attempt: int) -> str | None:
-    here = (attempts.c.run == key.run) & (attempts.c.stream == key.stream) & (attempts.c.ordinal == key.ordinal)
-    here &= (attempts.c.sample == key.sample) & (attempts.c.attempt == attempt)
-    return connection.scalar(sa.select(attempts.c.cause).where(here))
+    return connection.scalar(_CAUSE, _at(key, attempt))
 
 
 def _end_attempt(

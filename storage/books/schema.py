@@ -75,7 +75,7 @@ samples = Table(
     Column("tokens", BigInteger),
     Column("lineage", Integer),
     Column("step", Integer),
-    Index("samples_by_state", "run", "stream", "state", "ordinal", "sample"),
+    Index("samples_by_state", "run", "state", "stream", "ordinal", "sample"),
     Index("samples_by_step", "run", "lineage", "step", sqlite_where=_TAKEN, postgresql_where=_TAKEN),
 )
 

@@ -13,6 +13,9 @@ from storage.books.records import Route, SampleKey, SessionRecord
 from storage.books.schema import node_epochs, routes, sessions
 from storage.errors import ConfigError, FencedError, NotFoundError
 
+_KEY_HASH = sa.select(sessions.c.key_hash).where(sessions.c.session == sa.bindparam("session"))
+_INSERT = sessions.insert()
+
 ROUTE_STATES = ("open", "held", "closed")
 
 
@@ -60,10 +63,9 @@ class Sessions(Part):
         """
         with self._db.write() as connection:
             for record in records:
-                same = sessions.c.session == record.session
-                found = connection.scalar(sa.select(sessions.c.key_hash).where(same))
+                found = connection.scalar(_KEY_HASH, {"session": record.session})
                 if found is None:
-                    connection.execute(sessions.insert().values(**_session_row(record)))
+                    connection.execute(_INSERT, _session_row(record))
                 elif found != record.key_hash:
                     raise FencedError(f"session {record.session!r} exists with another key")
 

@@ -99,7 +99,7 @@ async def test_a_record_that_cannot_be_written_fails_its_caller_and_leaves_nothi
     insert = Journal._insert
     await journal.append(chunk("s", 1))
 
-    def full(self: Journal, number: int, row: object) -> TokenCounts:
+    def full(self: Journal, rows: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Journal, "_insert", full)
