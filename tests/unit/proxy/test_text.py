@@ -1,0 +1,45 @@
+"""Detokenizing and stop strings: never half a character, never part of a stop string."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.testing import toy_ids, write_toy_model
+from proxy.trajectory.detokenizer import Detokenizer, StopScanner
+from proxy.trajectory.renderer import Renderer
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return Renderer(write_toy_model(tmp_path_factory.mktemp("toy")))
+
+
+def test_26_the_bytes_of_one_character_are_shown_when_it_is_whole(renderer):
+    detokenizer = Detokenizer(renderer.decode)
+    shown = [detokenizer.feed([token]) for token in toy_ids("\N{GRINNING FACE}x", end=False)]
+    assert shown == ["", "", "", "\N{GRINNING FACE}", "x"]
+
+
+def test_26_a_character_that_never_comes_whole_is_one_replacement(renderer):
+    detokenizer = Detokenizer(renderer.decode)
+    assert detokenizer.feed(toy_ids("\N{GRINNING FACE}", end=False)[:3]) == ""
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("stops", "parts", "shown", "matched"),
+    [
+        (("END",), ["a E", "N", "D b"], "a ", "END"),
+        (("END",), ["a E", "N", "X"], "a ENX", None),
+        (("ab", "b"), ["xa", "b"], "x", "ab"),
+        (("aab",), ["aaa", "ab"], "aa", "aab"),
+        ((), ["anything"], "anything", None),
+    ],
+)
+def test_stop_strings(stops, parts, shown, matched):
+    scanner = StopScanner(stops)
+    text = "".join(scanner.feed(part) for part in parts)
+    if scanner.matched is None:
+        text += scanner.flush()
+    assert (text, scanner.matched) == (shown, matched)
