@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +46,10 @@ class FakeControl:
         self.log.append(("release", stream, worker, len(self.running)))
         self.running.clear()
 
-    async def claim_samples(self, run: str, stream: str, worker: str, limit: int) -> list[ClaimedSample]:
+    async def claim_samples(
+        self, run: str, stream: str, worker: str, limit: int, *, holding: Iterable[str]
+    ) -> list[ClaimedSample]:
+        assert set(holding) == self.running
         count = min(limit, self.in_flight - len(self.running), self.samples - self.claimed)
         names = [f"s{n}" for n in range(self.claimed, self.claimed + count)]
         self.claimed += count
