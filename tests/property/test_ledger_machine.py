@@ -140,7 +140,11 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def claim_batch(self, groups: int, partial: bool, drop: bool, staleness: int, old_lineage: bool) -> Any:
         lineage = self.lineage - 1 if old_lineage else self.lineage
-        arguments = {"drop_zero_variance": drop, "take_partial": partial, "min_version": self.steps - staleness}
+        arguments: dict[str, Any] = {
+            "drop_zero_variance": drop,
+            "take_partial": partial,
+            "min_version": self.steps - staleness,
+        }
         if lineage < self.lineage:
             with pytest.raises(FencedError):
                 self.ledger.claim_batch(RUN, lineage, self.steps, groups, **arguments)

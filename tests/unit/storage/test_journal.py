@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,12 @@ async def test_appends_that_wait_together_keep_the_order_of_their_calls(journal:
 async def test_many_appends_share_few_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commits: list[int] = []
     commit = Journal._commit
-    monkeypatch.setattr(Journal, "_commit", lambda self, works: (commits.append(len(works)), commit(self, works))[1])
+
+    def counted(self: Journal, works: Sequence[Any]) -> None:
+        commits.append(len(works))
+        commit(self, works)
+
+    monkeypatch.setattr(Journal, "_commit", counted)
     journal = Journal(f"sqlite:///{tmp_path}/journal.db")
     await asyncio.gather(*(journal.append(chunk("s", n)) for n in range(500)))
     journal.close()
@@ -132,7 +138,7 @@ async def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        JournalRecord("s", "chunk", {}, np.array([1], dtype=np.int64)),  # type: ignore[arg-type]
+        JournalRecord("s", "chunk", {}, np.array([1], dtype=np.int64)),
         JournalRecord("s", "chunk", {}, np.array([1], dtype=np.int32), np.zeros(2, dtype=np.float32)),
         JournalRecord("s", "chunk", {}, None, np.zeros(1, dtype=np.float32)),
         JournalRecord("s", "chunk", {}, np.array([1], dtype=np.int32), np.zeros(1)),  # type: ignore[arg-type]

@@ -59,6 +59,7 @@ SHARD = Shard(
         SessionRow("s1", 1, 2, 0.0, "finished", 1, 0, (2,)),
     ),
 )
+SEGMENTS = 'segments [{"end":2,"engine":"e","node":"a","start":0}]'
 
 
 def broken(**changes: object) -> Shard:
@@ -94,13 +95,10 @@ def test_a_shard_is_shown_as_a_tree() -> None:
         "        [4] completion 1 tokens: 8 | g2 | v-1x1 | mean logprob -0.5000",
         "    [2] completion 2 tokens: 4 6 | g1 | v1x2 | mean logprob -0.5000",
         "session s0 sample 0 attempt 1 reward 1 finished turns 2 forks 0 leaves [4]",
-        '  generation g0 turn 0 choice 0 spans [1] stop temperature 1 top_p 1 segments [{"end":2,"engine":"e","node":"a",'
-        '"start":0}]',
-        '  generation g2 turn 1 choice 0 spans [4] stop temperature 1 top_p 1 segments [{"end":2,"engine":"e","node":"a",'
-        '"start":0}]',
+        "  generation g0 turn 0 choice 0 spans [1] stop temperature 1 top_p 1 " + SEGMENTS,
+        "  generation g2 turn 1 choice 0 spans [4] stop temperature 1 top_p 1 " + SEGMENTS,
         "session s1 sample 1 attempt 2 reward 0 finished turns 1 forks 0 leaves [2]",
-        '  generation g1 turn 0 choice 0 spans [2] stop temperature 1 top_p 1 segments [{"end":2,"engine":"e","node":"a",'
-        '"start":0}]',
+        "  generation g1 turn 0 choice 0 spans [2] stop temperature 1 top_p 1 " + SEGMENTS,
     ]
 
 
