@@ -165,6 +165,7 @@ class TaskStream(Stream):
             report = self._client.finish_sample(run, claim.session, outcome.value)
         else:
             cause, retry = SAMPLE_CAUSES[outcome.status], outcome.status == "infra"
+            log.warning("run %s, session %s: %s: %s", run, claim.session, cause, _last_line(outcome.detail))
             report = self._client.fail_sample(run, claim.session, cause, outcome.detail, retry=retry)
         await _unless_stale(report, run, claim.session)
 
@@ -202,7 +203,9 @@ class RewardStream(Stream):
         if outcome.status == "ok":
             report = self._client.commit_score(run, claim.session, outcome.value)
         else:
-            report = self._client.fail_score(run, claim.session, SCORE_CAUSES[outcome.status], outcome.detail)
+            cause = SCORE_CAUSES[outcome.status]
+            log.warning("run %s, session %s: %s: %s", run, claim.session, cause, _last_line(outcome.detail))
+            report = self._client.fail_score(run, claim.session, cause, outcome.detail)
         await _unless_stale(report, run, claim.session)
 
     async def _run_reward(self, claim: ClaimedScore) -> Outcome:
@@ -226,6 +229,10 @@ async def _unless_stale(report: Awaitable[object], run: str, session: str) -> No
         await report
     except (FencedError, NotFoundError, SessionClosed) as error:
         log.info("run %s, session %s: report dropped: %s", run, session, error)
+
+
+def _last_line(detail: str) -> str:
+    return detail.rstrip().rpartition("\n")[2]
 
 
 async def _beating(stream: Stream) -> None:

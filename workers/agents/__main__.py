@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from temporalio.worker import Worker
 
 from activities.streams import StreamActivities
 from proxy.client import ControlClient
+from storage.errors import SeamlessFlowError
 from workers.cluster import StateFolder, tag_queue
 
 BEAT = timedelta(seconds=1)
-GRACE = timedelta(seconds=10)
 CONTROL_DEADLINE_S = 600.0
 
 
@@ -36,7 +37,6 @@ def queue_worker(client: Client, streams: StreamActivities, role: str) -> Worker
         max_concurrent_activities=32,
         max_heartbeat_throttle_interval=BEAT,
         default_heartbeat_throttle_interval=BEAT,
-        graceful_shutdown_timeout=GRACE,
     )
 
 
@@ -70,7 +70,10 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     roles = ["agent", "reward"] if arguments.role == "both" else [arguments.role]
-    asyncio.run(run(StateFolder(arguments.state), roles))
+    try:
+        asyncio.run(run(StateFolder(arguments.state), roles))
+    except SeamlessFlowError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from workers.agents.outcome import Outcome, judge_reward, tail
 from workers.agents.targets import load_target
 
 LINE_LIMIT = 64 * 2**20
+OUTPUT_LIMIT = 16 * 2**20
 CANCEL_GRACE_S = 1.0
 WATCH_S = 0.25
 BLOCKED_GRACE_S = 1.0
@@ -190,9 +191,11 @@ def _context_of(job: Job) -> contextvars.Context:
 
 def _json_outcome(value: Any) -> Outcome:
     try:
-        orjson.dumps(value)
+        size = len(orjson.dumps(value))
     except TypeError as error:
         return Outcome("error", detail=f"the agent's output is not JSON: {error}: {value!r:.200}")
+    if size > OUTPUT_LIMIT:
+        return Outcome("error", detail=f"the agent's output has {size} bytes: at most {OUTPUT_LIMIT} are kept")
     return Outcome("ok", value)
 
 
@@ -217,6 +220,7 @@ async def _main(out: BinaryIO) -> None:
         )
         return
     await Child(setup["kind"], call, setup["options"], out).serve(commands)
+    os._exit(0)  # at once: neither tasks that ignore cancellation nor threads that hang may keep the process
 
 
 def _fatal(out: BinaryIO, message: str) -> None:
@@ -229,7 +233,6 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asyncio.run(_main(out))
-    os._exit(0)  # threads that hang in user code must not keep the process
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from typing import Any
 import orjson
 
 from storage.errors import ConfigError
+from workers.agents.child import OUTPUT_LIMIT
 from workers.agents.outcome import Outcome, judge_reward, tail
 from workers.agents.pool import user_environment
-
-STDOUT_LIMIT = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,10 @@ class CommandAgent:
             "SEAMLESSFLOW_TASK": orjson.dumps(payload["task"]).decode(),
         }
         ended = await run_command(self._argv, variables, self._code, b"", limit_s)
+        if ended.code == 0 and len(ended.stdout) > OUTPUT_LIMIT:
+            return Outcome(
+                "error", detail=f"stdout has {len(ended.stdout)} characters: at most {OUTPUT_LIMIT} are kept"
+            )
         return _failure(ended, limit_s) or Outcome("ok", ended.stdout)
 
     async def close(self) -> None:
@@ -104,7 +107,7 @@ async def run_command(
     try:
         async with asyncio.timeout(limit_s):
             out, err = await process.communicate(stdin)
-        return Ended(process.returncode, out[:STDOUT_LIMIT].decode(errors="replace"), err.decode(errors="replace"))
+        return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
     except TimeoutError:
         return Ended(None, "", "")
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -58,6 +59,29 @@ def printing(task, llm):
     print("on stderr", file=sys.stderr)
     return "printed"
 """
+
+WORKER = """
+import asyncio, sys
+from workers.agents.pool import ProcessPool, Setup
+
+async def start(function, do):
+    pool = ProcessPool(Setup("agent", f"their_agents:{function}", sys.argv[1]))
+    payload = {"task": {"do": do}, "llm": {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "m"}}
+    running = asyncio.create_task(pool.run("s1", payload, 3600))
+    while not pool._children:
+        await asyncio.sleep(0.01)
+    print(pool._children[0]._process.pid, flush=True)
+    return running
+
+async def main():
+    await asyncio.gather(await start("work", "block"), await start("plain", "hang"))
+
+asyncio.run(main())
+"""
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -185,6 +209,20 @@ async def test_a_process_that_dies_with_several_sessions_gives_all_of_them_a_new
     assert (await run(agents, "s1", do="die")).status == "infra"
     assert (await beside).status == "infra"
     assert (await run(agents, "s3", do="answer")).status == "ok"
+
+
+async def test_no_process_outlives_a_worker_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "their_agents.py").write_text(AGENTS)
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    pids = [int(await worker.stdout.readline()) for _ in range(2)]
+    worker.kill()
+    await worker.wait()
+    async with asyncio.timeout(20):
+        while any(map(alive, pids)):  # noqa: ASYNC110 (other processes set no event)
+            await asyncio.sleep(0.02)
 
 
 async def test_what_an_agent_prints_disturbs_nothing(pool: Callable[..., ProcessPool]) -> None:
