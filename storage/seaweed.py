@@ -251,12 +251,12 @@ def _hold_free(held: contextlib.ExitStack) -> int:
 
 def _hold_free_pair(held: contextlib.ExitStack) -> tuple[int, int]:
     """Two ports 10,000 apart: the server's own worker looks for the admin service there, whatever the flags say."""
-    for port in range(21_000, 45_000):
+    for _ in range(100):
         with contextlib.ExitStack() as pair:
+            port = _hold_free(pair)
             try:
-                for number in (port, port + 10_000):
-                    pair.enter_context(socket.socket()).bind((HOST, number))
-            except OSError:
+                pair.enter_context(socket.socket()).bind((HOST, port + 10_000))
+            except (OSError, OverflowError):
                 continue
             held.push(pair.pop_all())
             return port, port + 10_000
