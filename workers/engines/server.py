@@ -33,7 +33,6 @@ class LoadRequest:
     version: str | None
     """None keeps the label."""
     abort_all: bool
-    flush_cache: bool
 
 
 class Backend(Protocol):
@@ -161,9 +160,8 @@ class Application:
             raise EngineRejected("model_path: the directory of a checkpoint is needed")
         if version is not None and not isinstance(version, str):
             raise EngineRejected(f"weight_version: {version!r} is not a string")
-        load = LoadRequest(path, version, bool(body.get("abort_all_requests")), bool(body.get("flush_cache", True)))
-        try:
-            extra = await self._backend.load(load)
+        try:  # flush_cache is not read: KV of old weights is never used again
+            extra = await self._backend.load(LoadRequest(path, version, bool(body.get("abort_all_requests"))))
         except EngineRejected as error:
             return self._answer({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
         return self._answer({"success": True, "message": "Succeeded.", "num_paused_requests": 0, **extra})

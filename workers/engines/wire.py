@@ -34,6 +34,9 @@ _IGNORED = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_tri
 """They shape text or pacing, of which there is none here."""
 
 
+_GREEDY_BELOW = 1e-6  # as in SGLang
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One validated ``/generate`` request."""
@@ -134,6 +137,8 @@ def _sampling(parameters: Any) -> dict[str, Any]:
         "stop": _strings(values.pop("stop", None)),
         "stop_token_ids": frozenset(_ids(values.pop("stop_token_ids", None))),
     }
+    if result["temperature"] < _GREEDY_BELOW:
+        result["temperature"] = 0.0
     if values:
         raise EngineRejected(f"sampling_params: unknown parameter {sorted(values)[0]!r}")
     if result["top_p"] == 0.0 or result["top_k"] == 0:

@@ -222,7 +222,7 @@ async def test_weights_change_between_two_tokens_and_every_token_knows_its_versi
             for i in range(4)
         ]
         for version in range(1, 8):
-            await engine.load(LoadRequest(str(paths[version % 3]), str(version), abort_all=False, flush_cache=False))
+            await engine.load(LoadRequest(str(paths[version % 3]), str(version), abort_all=False))
             assert engine.model_info()["weight_version"] == str(version)
         await asyncio.gather(*(task for _, task in running))
     for answer, _ in running:
@@ -237,7 +237,7 @@ async def test_tokens_after_an_update_come_from_the_new_weights(make_model: Make
     async with serving(old) as engine:
         answer, task = await started(engine, request("r", ids, tokens=150, ignore_eos=True), tokens=1)
         await engine.pause("retract")
-        await engine.load(LoadRequest(str(new), "1", abort_all=False, flush_cache=False))
+        await engine.load(LoadRequest(str(new), "1", abort_all=False))
         await engine.resume()
         await task
     cut = answer.versions.count("0")
@@ -314,7 +314,7 @@ async def test_kv_of_old_weights_is_not_used_for_new_requests(make_model: MakeMo
     async with serving(old) as engine:
         _, task = await started(engine, request("in-flight", ids, tokens=100, ignore_eos=True), tokens=1)
         await engine.pause("in_place")
-        await engine.load(LoadRequest(str(new), "1", abort_all=False, flush_cache=False))
+        await engine.load(LoadRequest(str(new), "1", abort_all=False))
         await engine.resume()
         await task  # its KV is of both weights
         answer = await ask(engine, request("fresh", ids))
@@ -369,7 +369,7 @@ async def test_a_bad_checkpoint_is_refused_and_the_old_weights_go_on(
     async with serving(good) as engine:
         before = await ask(engine, request("before", prompt(5), seed=1))
         with pytest.raises(EngineRejected, match="bad"):
-            await engine.load(LoadRequest(str(tmp_path / "bad"), "1", abort_all=False, flush_cache=True))
+            await engine.load(LoadRequest(str(tmp_path / "bad"), "1", abort_all=False))
         after = await ask(engine, request("after", prompt(5), seed=1))
         assert engine.model_info()["weight_version"] == "0"
     assert after.ids == before.ids
@@ -398,7 +398,7 @@ async def test_weights_published_while_memory_was_released_are_served_after_it_c
     new = make_model("qwen3", 1)
     async with serving(make_model("qwen3", 0)) as engine:
         await engine.release_memory()
-        await engine.load(LoadRequest(str(new), "1", abort_all=False, flush_cache=True))
+        await engine.load(LoadRequest(str(new), "1", abort_all=False))
         assert not engine.serving()
         await engine.resume_memory()
         answer = await ask(engine, request("r", prompt(5)))
@@ -446,7 +446,7 @@ async def test_the_token_log_holds_all_that_was_read_and_written(make_model: Mak
     log = tmp_path / "tokens.jsonl"
     async with serving(make_model("qwen3"), log_tokens=log) as engine:
         answer, task = await started(engine, request("r", prompt(5), tokens=150, ignore_eos=True), tokens=1)
-        await engine.load(LoadRequest(str(make_model("qwen3", 1)), "1", abort_all=False, flush_cache=False))
+        await engine.load(LoadRequest(str(make_model("qwen3", 1)), "1", abort_all=False))
         await task
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert records[0]["input_ids"] == prompt(5)
