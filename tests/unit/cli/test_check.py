@@ -139,6 +139,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(
             "neither on PATH",
         ),
         ("steps: 3", "steps: 3\nengine: {python: /no/such/python}", 17, "no program that can be run"),
+        ("steps: 3", "steps: 3\nsampling:\n  temperature: 0", 18, "0 is greedy"),
         ("path: model", "path: model\n  max_context: 100000", 4, "more than the model's 4096 positions"),
     ],
 )
