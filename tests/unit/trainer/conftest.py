@@ -114,7 +114,9 @@ class Store(Protocol):
     def put(self, key: str, data: bytes) -> str: ...
 
 
-def put_batch(store: Store, step: int, shards: Sequence[Shard], *, lineage: int = 0, run: str = "demo") -> UpdateRequest:
+def put_batch(
+    store: Store, step: int, shards: Sequence[Shard], *, lineage: int = 0, run: str = "demo"
+) -> UpdateRequest:
     """Write shards and manifest; the request that trains them."""
     groups = []
     for shard in shards:
