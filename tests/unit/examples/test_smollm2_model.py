@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.calculator.agent import TOOLS, opening
 from examples.models import smollm2
+from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.template import ChatTemplate
 from storage.errors import IntegrityError
 
@@ -144,3 +145,5 @@ def test_the_real_tokenizer_reads_the_rendered_prompt_as_the_recipe_did(tmp_path
     assert rendered == tokenizer(PROMPT, add_special_tokens=False).input_ids
     assert len(rendered) == 135
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 49152}')
+    assert Renderer(tmp_path / "model").continuation_refusal == ""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from examples.calculator.agent import TOOLS
 from examples.models import tiny
+from proxy.trajectory.renderer import Renderer
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,13 @@ def test_tools_and_system_messages_change_nothing(tokenizer: PreTrainedTokenizer
     asked = messages(tiny.tasks()[7])[:1]
     system = [{"role": "system", "content": "be brief"}]
     assert ids(tokenizer, system + asked, prompt=True, tools=TOOLS) == ids(tokenizer, asked, prompt=True)
+
+
+def test_the_proxy_may_continue_from_recorded_ids(tmp_path: Path) -> None:
+    tiny.save(tiny.new_model(0), tmp_path)
+    renderer = Renderer(tmp_path)
+    assert renderer.continuation_refusal == ""
+    assert renderer.eos_text == tiny.END
 
 
 @given(st.text(alphabet=tiny.CHARACTERS), st.text(alphabet=tiny.CHARACTERS))
