@@ -66,11 +66,13 @@ class Ports:
 def weed_command(data_dir: Path, ports: Ports) -> list[str]:
     """Command line of the server: loopback only, no telemetry, no optional service, no bucket made by accident.
 
+    It is to be run in ``data_dir``.
+
     Raises:
         ConfigError: ``weed`` is not installed.
     """
     flags = {
-        "dir": data_dir,
+        "dir": data_dir.resolve(),
         "ip": HOST,
         "ip.bind": HOST,
         "s3.port": ports.s3,
@@ -92,15 +94,16 @@ def weed_command(data_dir: Path, ports: Ports) -> list[str]:
         "master.resumeState": "false",
         "s3.allowDeleteBucketNotEmpty": "false",
         "s3.autoCreateBucket": "false",
-        "s3.localSocket": data_dir / "s3.sock",
-        "filer.localSocket": data_dir / "filer.sock",
+        # Relative, since the system takes no socket path of more than about 100 characters.
+        "s3.localSocket": "s3.sock",
+        "filer.localSocket": "filer.sock",
     }
     return [_program(), "mini", *(f"-{name}={value}" for name, value in flags.items())]
 
 
 def weed_environment(access: str, secret: str, data_dir: Path) -> dict[str, str]:
     """What the server needs in its environment: keys never stand on a command line that others can read."""
-    return {"AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret, "TMPDIR": str(data_dir / "tmp")}
+    return {"AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret, "TMPDIR": str(data_dir.resolve() / "tmp")}
 
 
 def configure_fsync(ports: Ports, *, deadline_s: float = 30.0) -> None:
@@ -147,6 +150,7 @@ class Weed:
             output: IO[bytes] | None = stack.enter_context(log.open("ab")) if log else None
             self.process = subprocess.Popen(
                 weed_command(data_dir, self.ports),
+                cwd=data_dir,
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT if log else None,

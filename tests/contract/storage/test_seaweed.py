@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -49,14 +50,15 @@ def test_a_port_that_is_in_use_is_named_and_nothing_starts(tmp_path: Path) -> No
 
 
 def test_objects_survive_a_kill_and_the_server_comes_back_on_its_ports(tmp_path: Path) -> None:
-    first = Weed(tmp_path, *KEYS, log=tmp_path / "weed.log")
+    folder = tmp_path / ("deep-" * 30)  # a path that is too long for a socket
+    first = Weed(folder, *KEYS, log=tmp_path / "weed.log")
     first.wait_ready("bucket")
     configure_fsync(first.ports)
     store = first.store("bucket")
     digest = store.put("key", b"acknowledged")
     first.process.kill()
     first.process.wait()
-    with Weed(tmp_path, *KEYS, s3_port=first.ports.s3, log=tmp_path / "weed.log") as second:
+    with Weed(folder, *KEYS, s3_port=first.ports.s3, log=tmp_path / "weed.log") as second:
         assert second.ports == first.ports
         # No wait for readiness: the store's own retries carry a client over a restart.
         assert store.get("key", sha256=digest) == b"acknowledged"
@@ -84,9 +86,8 @@ def serve(state: StateFolder) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
-def weed_of(process: subprocess.Popen[bytes]) -> psutil.Process:
-    (server,) = [child for child in psutil.Process(process.pid).children() if "mini" in child.cmdline()]
-    return server
+def server_of(state: StateFolder) -> psutil.Process:
+    return psutil.Process(json.loads((state.root / "s3" / "weed.json").read_text())["pid"])
 
 
 def test_the_service_stops_with_sigterm_and_takes_over_from_a_killed_one(state: StateFolder) -> None:
@@ -94,7 +95,7 @@ def test_the_service_stops_with_sigterm_and_takes_over_from_a_killed_one(state: 
     store = ObjectStore.from_state(state)
     store.ensure_bucket()
     digest = store.put("key", b"acknowledged")
-    orphan = weed_of(first)
+    orphan = server_of(state)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert orphan.is_running()
@@ -103,7 +104,7 @@ def test_the_service_stops_with_sigterm_and_takes_over_from_a_killed_one(state: 
     try:
         assert psutil.wait_procs([orphan], timeout=60)[0] == [orphan]
         assert store.get("key", sha256=digest) == b"acknowledged"
-        server = weed_of(second)
+        server = server_of(state)
     finally:
         second.terminate()
         code = second.wait(60)
