@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -34,6 +35,21 @@ def make_engine(route: Route) -> Engine:
     return SglangEngine(route.url)
 
 
+class _Server(uvicorn.Server):
+    """Stops on SIGTERM and SIGINT and returns; uvicorn's own raises the signal again and skips our clean-up."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
 @asynccontextmanager
 async def serving(state: StateFolder) -> AsyncIterator[App]:
     """The whole application of one proxy process over ``state``."""
@@ -57,7 +73,7 @@ async def serve(state: StateFolder, host: str, port: int) -> None:
         config = uvicorn.Config(
             app, host, port, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
         )
-        await uvicorn.Server(config).serve()
+        await _Server(config).serve()
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from proxy.ids import new_id
 from proxy.meter import Counters
 from proxy.routes import RouteTable, RouteUse
 from proxy.trajectory import replay
@@ -192,7 +192,7 @@ class Generation:
         turn, route = self.turn, use.route
         used, start = turn.used, len(turn.recording.ids)
         number = len(turn.recording.segments)
-        rid = uuid.uuid4().hex
+        rid = new_id()
         seed = segment_seed(used.seed, number)
         segment = Segment(
             number, route.node, route.lease, route.engine_kind, rid, route.epoch, route.version, seed, start, start

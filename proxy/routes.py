@@ -84,6 +84,9 @@ class RouteTable:
             leaving = self._replace(route)
             self._announce()
         await self._drained(leaving)
+        for entry in leaving:
+            if self._entries.get(entry.route.lease) is not entry:
+                await entry.engine.close()
 
     async def delete(self, lease: str, epoch: int) -> None:
         """Close and forget a route. Raises FencedError if a newer epoch owns it."""

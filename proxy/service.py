@@ -15,7 +15,7 @@ from proxy.runs import Runs
 from proxy.samples import SampleDesk
 from proxy.sessions import Sessions, restore
 from proxy.shard_writer import ShardWriter
-from proxy.status import Status
+from proxy.status import Status, count_turns
 from proxy.trajectory.session import Session
 from storage.errors import SeamlessFlowError
 from storage.journal import Journal
@@ -54,22 +54,24 @@ class Service:
         self.writer = ShardWriter(ledger, store, self.sessions)
         self.desk = SampleDesk(ledger, self.runs, self.sessions, self.writer, base_url)
         self._status = Status(ledger, journal, self.runs, self.sessions, self.routes, self.counters)
-        self._ticking: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Take over routes and the groups that were complete but unwritten."""
+        """Take over routes, counts, and the groups that were complete but unwritten."""
         await self.routes.load()
         for info in await asyncio.to_thread(self.ledger.runs):
             if info.stopped is None:
                 self.writer.kick(info.run)
-        self._ticking = asyncio.create_task(self._tick(), name="proxy flush")
+                await self._recount(info.run)
+        self._background.append(asyncio.create_task(self._tick(), name="proxy flush"))
 
     async def close(self) -> None:
         """Stop background work and write what is due."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self.writer.close()
+        await self.sessions.close()
         await self._meter.flush(self.ledger)
         await self.routes.close()
 
@@ -106,6 +108,18 @@ class Service:
             return restore(self.journal, self.ledger.session(session), renderer)
 
         return await asyncio.to_thread(audit, run, self.ledger, self._store, rebuild)
+
+    async def _recount(self, run: str) -> None:
+        """Count the turns of earlier processes: open sessions now, before they go on; closed ones in the background."""
+        records = await asyncio.to_thread(self.ledger.sessions_of, run)
+        await self._count(run, [record.session for record in records if not record.closed])
+        closed = [record.session for record in records if record.closed]
+        self._background.append(asyncio.create_task(self._count(run, closed), name=f"count turns of {run}"))
+
+    async def _count(self, run: str, sessions: list[str]) -> None:
+        turns, forks = await asyncio.to_thread(count_turns, self.journal, sessions)
+        self.counters.turns[run] += turns
+        self.counters.forks[run] += forks
 
     async def _tick(self) -> None:
         while True:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-import uuid
 from collections.abc import Sequence
 
 from proxy.dialects.base import TurnRequest
 from proxy.generation import Generation, Services, journal_records
+from proxy.ids import new_id
 from proxy.runs import Runs
 from proxy.trajectory import replay
 from proxy.trajectory.policy import Policy
@@ -56,13 +56,17 @@ class LiveSession:
                 return await self._resume(turn)
             return await self._begin(request, len(body), digest, idempotency_key)
 
+    async def stop(self) -> None:
+        """End all generations; what they made stays and can be continued."""
+        for generation in list(self._generations.values()):
+            generation.stop()
+            await generation.gone()
+
     async def seal(self) -> Session:
         """End all generations and close the session in the journal; once only."""
         async with self._sealing:
             if not self.session.sealed:
-                for generation in list(self._generations.values()):
-                    generation.stop()
-                    await generation.gone()
+                await self.stop()
                 self.session.seal()
                 await self._services.journal.append(*journal_records(self.session.id, [Entry(CLOSED, {})]))
                 self._generations.clear()
@@ -79,7 +83,7 @@ class LiveSession:
             placement,
             request,
             used,
-            generation=uuid.uuid4().hex,
+            generation=new_id(),
             created=int(time.time()),
             body_digest=digest,
             idempotency_key=key,
@@ -172,6 +176,10 @@ class Sessions:
     def live(self, run: str) -> list[LiveSession]:
         """Sessions of ``run`` in memory."""
         return [live for live in self._live.values() if live.record.run == run]
+
+    async def close(self) -> None:
+        """Stop every generation; their sessions go on in the next process."""
+        await asyncio.gather(*(live.stop() for live in self._live.values()))
 
     async def _rebuild(self, session: str) -> LiveSession:
         record = await asyncio.to_thread(self._ledger.session, session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ from proxy.meter import Counters
 from proxy.routes import RouteTable
 from proxy.runs import Runs
 from proxy.sessions import Sessions
-from proxy.trajectory.session import Session
+from proxy.trajectory.session import Outcome, Session
 from storage.journal import Journal
 from storage.ledger import TRAIN, Ledger, SampleRow, State
 from storage.metrics import overlap_fraction
@@ -40,6 +41,16 @@ class Rate:
             return 0.0
         (start, before), (end, after) = self._points[0], self._points[-1]
         return (after - before) / max(end - start, 1e-9)
+
+
+def count_turns(journal: Journal, sessions: Iterable[str]) -> tuple[int, int]:
+    """(turns, forks) in the journals of ``sessions``. Blocks: call it in a thread."""
+    turns = forks = 0
+    for session in sessions:
+        outcomes = [row.data["outcome"] for row in journal.read(session) if row.kind == "turn"]
+        turns += len(outcomes)
+        forks += outcomes.count(Outcome.FORK.value)
+    return turns, forks
 
 
 class Status:

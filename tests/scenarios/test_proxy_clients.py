@@ -229,3 +229,38 @@ async def test_an_unknown_path_is_told_in_the_dialect_s_shape(start_bench):
     client = await bench.client()
     with pytest.raises(openai.NotFoundError, match="chat/completions"):
         await client.embeddings.create(model="any", input="x")
+
+
+async def test_a_stream_that_waits_for_a_route_is_kept_open_by_comments(start_bench, monkeypatch):
+    monkeypatch.setattr("proxy.app.KEEP_ALIVE_S", 0.02)
+    bench = await start_bench(Play(HELLO), route=False)
+    await bench.client()
+    body = {**BODY, "stream": True}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url_of(bench), json=body, headers=headers_of(bench)) as answer,
+    ):
+        before = await answer.content.readuntil(b": keep-alive\n\n")
+        await bench.proxy.open_route(bench.engine.url)
+        rest = (before + await answer.content.read()).decode()
+    chunks = [orjson.loads(line[6:]) for line in rest.split("\n\n") if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "Hello"
+
+
+async def test_86_many_requests_held_through_a_weight_update_all_complete_once(start_bench):
+    bench = await start_bench(route=False)
+    sessions = [await bench.proxy.control.create_session("demo") for _ in range(40)]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def ask(session):
+            url = f"{bench.proxy.url}/s/{session['session']}/v1/chat/completions"
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            async with http.post(url, json={**BODY, "max_tokens": 3}, headers=key) as answer:
+                return answer.status
+
+        asking = [asyncio.create_task(ask(session)) for session in sessions]
+        await asyncio.sleep(0.2)
+        assert not bench.engine.requests
+        await bench.proxy.open_route(bench.engine.url)
+        assert await asyncio.gather(*asking) == [200] * 40
+    assert len(bench.engine.requests) == 40

@@ -148,10 +148,8 @@ async def test_a_missing_reward_is_missing_and_a_score_needs_one_of_reward_and_c
 async def test_samples_whose_hand_out_was_lost_are_put_back(start_bench):
     bench = await start_bench()
     first, second = await claim(bench)
-    control = bench.proxy.control
-    control._claim_in_doubt = True
-    given = await control.claim_samples("demo", "train", "w", 1, holding=[first.session])
-    assert [(s.ordinal, s.sample, s.attempt) for s in given] == [(second.ordinal, second.sample, 2)]
+    given = await bench.proxy.service.desk.claim("demo", "train", "w", 1, [first.session])
+    assert [(s["ordinal"], s["sample"], s["attempt"]) for s in given] == [(second.ordinal, second.sample, 2)]
 
 
 async def test_released_workers_lose_their_sessions(start_bench):
@@ -227,3 +225,14 @@ async def test_busy_intervals_of_a_node_are_in_the_ledger(start_bench):
     (interval,) = bench.proxy.service.ledger.intervals("demo")
     assert (interval.node, interval.kind) == ("node-lease-a", "generate")
     assert interval.end > interval.start
+
+
+async def test_turns_and_forks_are_counted_over_restarts(start_bench):
+    bench = await start_bench(*[Play(toy_ids("x"))] * 4)
+    for sample in await claim(bench):
+        await run_agent(bench, sample)
+    await bench.proxy.control.finish_sample("demo", sample.session, None)
+    async with ProxyServer(bench.folder, bench.proxy.store) as again:
+        await asyncio.gather(*[task for task in again.service._background if "count" in task.get_name()])
+        status = await again.control.run_status("demo")
+    assert (status["turns"], status["forks"]) == (4, 0)
