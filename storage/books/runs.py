@@ -97,8 +97,9 @@ class Runs(Part):
 
     def streams(self, run: str) -> list[str]:
         """Names of the run's streams: ``train``, and ``eval/<version>`` for each evaluation."""
+        query = sa.select(streams.c.stream).where(streams.c.run == run).order_by(streams.c.stream)
         with self._db.read() as connection:
-            return list(connection.execute(sa.select(streams.c.stream).where(streams.c.run == run)).scalars())
+            return list(connection.execute(query).scalars())
 
     def record_step(self, run: str, lineage: int, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of an update; a second call replaces them."""
