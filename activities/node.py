@@ -16,7 +16,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.beat import beating
-from storage.errors import EngineError, GangLost, SeamlessFlowError
+from storage.errors import ConfigError, EngineError, GangLost, SeamlessFlowError
 from workers.node_agent.engine import EngineHost
 from workers.node_agent.tokens import TaskTokens
 from workers.node_agent.trainer import TrainerHost
@@ -34,6 +34,8 @@ from workflows.messages import (
     TrainTask,
 )
 
+START_TRIES = 3
+"""An engine that never served under a lease is given up after so many starts: the reason will not go away."""
 RESTART_PAUSE_S = (0.1, 0.5, 2.0, 5.0)
 SIGNAL_PAUSE_S = 0.5
 QUIESCE_LIMIT_S = 60.0
@@ -85,17 +87,19 @@ class NodeActivities:
         await beating(self._engine.hold(order.hold))
 
     async def _keep_engine(self, task: EngineTask) -> None:
-        failures = 0
+        failures, served = 0, False
         while True:
             found: EngineResidency | None = None
             try:
                 found = await self._engine.ensure(task)
-                failures = 0
+                failures, served = 0, True
                 await self._report(task, _ready_engine(self._node, found))
                 why = await self._engine.until_dead(found)
             except EngineError as error:
                 failures += 1
                 why = str(error)
+                if failures >= START_TRIES and not served:
+                    raise ConfigError(f"tried {failures} times: {why}") from error
             activity.logger.warning("%s", why)
             await self._report(task, _down(self._node, why, found or self._engine.resident()))
             await asyncio.sleep(RESTART_PAUSE_S[min(failures, len(RESTART_PAUSE_S) - 1)])

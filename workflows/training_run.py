@@ -64,6 +64,8 @@ ENGINE_LIMIT = timedelta(minutes=15)
 SYNC_LIMIT = timedelta(minutes=15)
 END_LIMIT = timedelta(seconds=60)
 MAX_LOSSES = 5
+POOL_TRIES = 30
+POOL_PAUSE = timedelta(seconds=1)
 CHANGEABLE = {
     "pipeline": frozenset({"steps", "max_staleness", "target_in_flight", "batch_time_limit_s"}),
     "evaluation": frozenset({"every"}),
@@ -178,7 +180,9 @@ class TrainingRun:
     def lease_lost(self, event: LeaseEvent) -> None:
         self.state.last_failure = f"{event.lease}/{event.epoch}: {event.reason}"
         self.state.engine_losses += 1
-        if self.state.engine_losses > MAX_LOSSES * len(self.spec.nodes):
+        if event.reason.startswith("ConfigError"):
+            self.fatal = self.state.last_failure
+        elif self.state.engine_losses > MAX_LOSSES * len(self.spec.nodes):
             self.fatal = f"engines were lost {self.state.engine_losses} times in a row; the last: {event.reason}"
         self._forget(event)
 
@@ -390,10 +394,14 @@ class TrainingRun:
             owner=calls.run_id(self.spec.run),
             spec=self.spec,
         )
-        if not await calls.tell(self.pool, "request", request):
-            raise ApplicationError(
-                f"{self.pool} does not run: start a node agent first (`seamlessflow up`)", non_retryable=True
-            )
+        for _ in range(POOL_TRIES):
+            if await calls.tell(self.pool, "request", request):
+                return
+            self.waiting_for = f"{self.pool}, which the first node agent starts"
+            await workflow.sleep(POOL_PAUSE)
+        raise ApplicationError(
+            f"{self.pool} does not run: start a node agent first (`seamlessflow up`)", non_retryable=True
+        )
 
     async def _give_back(self, reason: str) -> None:
         self.state.engines_wanted = False

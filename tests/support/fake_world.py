@@ -79,8 +79,9 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 class FakeWorld:
     """See the module. Attributes that tests set: ``hold_claims``, ``on_train``, ``on_load``."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, plays_nodes: bool = True) -> None:
         self.client = client
+        self.plays_nodes = plays_nodes
         self.run = f"run{next(_names)}"
         self.log: list[str] = []
         self.routes: dict[str, str] = {}
@@ -164,14 +165,14 @@ class FakeWorld:
     async def running(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(control_worker(self.client, self._control()))
-            for node in NODES:
+            for node in NODES if self.plays_nodes else ():
                 work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step]
                 control: list[Any] = [self.engine_load, self.engine_hold, self.gang_probe, self.end_residency]
                 await stack.enter_async_context(activity_worker(self.client, node_queue(node), work))
                 await stack.enter_async_context(activity_worker(self.client, nodectl_queue(node), control))
             await stack.enter_async_context(activity_worker(self.client, tag_queue("agent"), [self.stream_tasks]))
             await stack.enter_async_context(activity_worker(self.client, tag_queue("reward"), [self.stream_rewards]))
-            for node in NODES:
+            for node in NODES if self.plays_nodes else ():
                 await self.add_node(node)
             yield
 
@@ -250,7 +251,7 @@ class FakeWorld:
 
     @activity.defn
     async def wait_evaluation(self, task: EvaluationInput) -> EvaluationOutcome:
-        serving = sorted({self.engines[node].version for node, route in self.routes.items() if "open" in route})
+        serving = sorted({int(route.split()[1]) for route in self.routes.values() if route.startswith("open")})
         self.log.append(f"evaluate {task.version} on {serving}")
         return EvaluationOutcome(version=task.version, mean=0.25 * task.version, samples=4)
 

@@ -17,7 +17,7 @@ from activities.node import NodeActivities
 from workers.cluster import CONTROL_QUEUE, StateFolder, node_queue, nodectl_queue
 from workers.node_agent.engine import EngineHost
 from workers.node_agent.tokens import TaskTokens
-from workers.node_agent.trainer import TrainerHost
+from workers.node_agent.trainer import TrainerHost, rank_command
 from workers.residency import EpochMemory
 from workers.temporal import activity_worker, connect
 from workflows import calls
@@ -35,13 +35,20 @@ RETRY_S = 0.5
 class NodeAgent:
     """One node. ``info`` is what it registers; epoch and boot id are added here."""
 
-    def __init__(self, state: StateFolder, info: NodeInfo, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        state: StateFolder,
+        info: NodeInfo,
+        *,
+        host: str = "127.0.0.1",
+        rank_command: Callable[[Path], list[str]] = rank_command,
+    ) -> None:
         self._state = state
         folder = state.node(info.id)
         self._epochs = EpochMemory(folder / "epoch")
         self._tokens = TaskTokens(folder / "tasks")
         self._engine = EngineHost(state, info.id, host=host)
-        self._trainer = TrainerHost(state, info.id, host=host)
+        self._trainer = TrainerHost(state, info.id, host=host, command=rank_command)
         self._info = info
         self._suspects: set[str] = set()
 

@@ -37,6 +37,11 @@ POLL_S = 0.1
 IDLE = frozenset({"ready"})
 
 
+def rank_command(launch: Path) -> list[str]:
+    """Command line of one trainer rank."""
+    return [sys.executable, "-m", "workers.trainer", "--launch", str(launch)]
+
+
 class TrainerHost:
     """One node's ranks. A gang whose rank died is ended as a whole and never repaired.
 
@@ -49,15 +54,9 @@ class TrainerHost:
         node: str,
         *,
         host: str = "127.0.0.1",
-        command: Callable[[Path], list[str]] = lambda launch: [
-            sys.executable,
-            "-m",
-            "workers.trainer",
-            "--launch",
-            str(launch),
-        ],
+        command: Callable[[Path], list[str]] | None = None,
     ) -> None:
-        self._command = command
+        self._command = command or rank_command
         self._state = state
         self._node = node
         self._host = host

@@ -11,7 +11,7 @@ from temporalio.client import WorkflowFailureError, WorkflowHandle, WorkflowUpda
 
 from storage.errors import EngineRejected, GangLost
 from workers.cluster import CONTROL_QUEUE
-from workflows import calls
+from workflows import calls, training_run
 from workflows.messages import (
     CheckpointRef,
     Command,
@@ -277,6 +277,17 @@ async def test_an_agent_that_cannot_be_loaded_fails_the_run_with_its_message(wor
     assert "no module named 'my_agent'" in await cause_of(await world.start())
 
 
+async def test_a_run_goes_on_over_generations_of_its_history(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CONTINUE_AS_NEW_EVENTS", 60)
+    result = await (await world.start(world.spec(pipeline={"steps": 3}))).result()
+
+    assert (result.steps, result.reward_before, result.reward_after) == (3, 0.0, 0.75)
+    generations = [w async for w in world.client.list_workflows(f"WorkflowId = '{calls.run_id(world.run)}'")]
+    assert len(generations) > 1
+    assert world.log.count("stream train") == 1
+    assert world.log.count("start ranks at 0") == 1
+
+
 async def test_input_with_a_typing_mistake_fails_with_the_name_of_the_field(world: FakeWorld) -> None:
     data = world.spec().model_dump(mode="json")
     data["pipeline"]["stepz"] = 3
@@ -286,7 +297,8 @@ async def test_input_with_a_typing_mistake_fails_with_the_name_of_the_field(worl
     assert "stepz" in await cause_of(run)
 
 
-async def test_a_run_without_a_pool_says_what_to_start(world: FakeWorld) -> None:
+async def test_a_run_without_a_pool_says_what_to_start(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "POOL_TRIES", 1)
     assert "start a node agent first" in await cause_of(await world.start(world.spec(cluster="nowhere")))
 
 
