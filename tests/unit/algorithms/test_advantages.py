@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from algorithms.advantages import group_advantages
 
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from algorithms.policy_loss import aggregation_weights, clipped_loss, truncated_importance
 from torch import Tensor
+
+from algorithms.policy_loss import aggregation_weights, clipped_loss, truncated_importance
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 

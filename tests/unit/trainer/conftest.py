@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import secrets
@@ -10,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
+
 from storage.manifests import Manifest, ManifestGroup, write_manifest
 from storage.objects import ObjectStore
 from storage.seaweed import Weed
@@ -24,7 +26,7 @@ from storage.shards import Generation, SessionRow, Shard, Span, digest_of, encod
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 from workers.trainer.client import TrainerClient
 from workers.trainer.launch import Launch, Residency
-from workers.trainer.messages import UpdateRequest
+from workers.trainer.messages import UpdateRequest, UpdateResult
 from workflows.spec import RunSpec
 
 NO_INTS = np.empty(0, np.int32)
@@ -131,11 +133,11 @@ def put_batch(
     return UpdateRequest(lineage=lineage, step=step, manifest_key=ref.key, manifest_digest=ref.digest, epoch=1)
 
 
-def make_spec(model: Path, **changes: dict[str, Any]) -> RunSpec:
+def make_spec(model_path: Path, /, **changes: dict[str, Any]) -> RunSpec:
     """A run of the tiny model; ``changes`` by section."""
     sections: dict[str, Any] = {
         "run": "demo",
-        "model": {"path": str(model)},
+        "model": {"path": str(model_path)},
         "data": {"path": "tasks.jsonl"},
         "reward": {"target": "module:function"},
         "nodes": [{"id": "a", "tags": ["rollout", "train"]}],
@@ -163,10 +165,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, weed: Weed, object_store: ObjectStore) -> StateFolder:
+def make_cluster(root: Path, weed: Weed, object_store: ObjectStore) -> StateFolder:
     """A state folder whose object store is the session's."""
-    state = StateFolder(tmp_path / "state")
+    state = StateFolder(root)
     nowhere = "127.0.0.1:1"
     state.write(
         ClusterConfig(
@@ -227,7 +228,20 @@ class Gang:
         self.processes[rank].send_signal(signal.SIGKILL)
         self.processes[rank].wait(timeout=10)
 
-    async def close(self) -> None:
+    async def update(self, request: UpdateRequest, *, deadline_s: float = 120) -> UpdateResult:
+        """All ranks at once; they agree on the result."""
+        results = await asyncio.gather(*(client.update(request, deadline_s=deadline_s) for client in self.clients))
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    async def ready(self) -> None:
+        await asyncio.gather(*(client.wait_ready(deadline_s=120) for client in self.clients))
+
+    async def __aenter__(self) -> Gang:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         for client in self.clients:
             await client.close()
         for process in self.processes:
@@ -258,9 +272,10 @@ class Helpers:
     random_shard = staticmethod(random_shard)
     put_batch = staticmethod(put_batch)
     make_spec = staticmethod(make_spec)
+    make_cluster = staticmethod(make_cluster)
     free_port = staticmethod(free_port)
 
 
 @pytest.fixture(scope="session")
-def make() -> Iterator[type[Helpers]]:
-    yield Helpers
+def make() -> type[Helpers]:
+    return Helpers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from storage.errors import IntegrityError, NotFoundError
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
 from workers.trainer.messages import UpdateMetrics

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+
 from storage.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -31,12 +32,13 @@ METRICS = UpdateMetrics.model_validate({name: 0 for name in UpdateMetrics.model_
 
 
 class IdleTrainer:
-    """``gate`` holds an update until the test opens it; ``error`` is what updates raise."""
+    """``gate`` holds an update until the test opens it, ``begun`` tells that one waits; ``error`` is what they raise."""
 
     def __init__(self) -> None:
         self.progress = Progress()
         self.gate = threading.Event()
         self.gate.set()
+        self.begun = threading.Event()
         self.error: Exception | None = None
         self.updates = 0
 
@@ -48,6 +50,7 @@ class IdleTrainer:
     def update(self, request: UpdateRequest) -> UpdateResult:
         self.updates += 1
         self.progress.phase = "training"
+        self.begun.set()
         assert self.gate.wait(30)
         self.progress.phase = "ready"
         if self.error is not None:
@@ -99,6 +102,18 @@ def _request(step: int = 0, *, epoch: int = 5, digest: str = "a") -> UpdateReque
     return UpdateRequest(lineage=0, step=step, manifest_key="key", manifest_digest=digest * 64, epoch=epoch)
 
 
+async def _in_work(port: Port) -> None:
+    assert await asyncio.to_thread(port.trainer.begun.wait, 10)
+
+
+async def _arrived(port: Port, *, epoch: int) -> None:
+    for _ in range(1000):
+        if port.server.status().epoch == epoch:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"no request of epoch {epoch} arrived within 10 s")
+
+
 async def test_an_update_returns_its_result(port: Port) -> None:
     await port.server.start_trainer()
     result = await port.client.update(_request(3), deadline_s=10)
@@ -109,9 +124,8 @@ async def test_status_answers_while_the_rank_trains(port: Port) -> None:
     await port.server.start_trainer()
     port.trainer.gate.clear()
     update = asyncio.create_task(port.client.update(_request(), deadline_s=30))
-    async with asyncio.timeout(10):
-        while (await port.client.status()).phase != "training":
-            await asyncio.sleep(0.01)
+    await _in_work(port)
+    assert (await port.client.status()).phase == "training"
     port.trainer.gate.set()
     await update
 
@@ -120,11 +134,9 @@ async def test_the_same_update_joins_the_running_one(port: Port) -> None:
     await port.server.start_trainer()
     port.trainer.gate.clear()
     first = asyncio.create_task(port.client.update(_request(epoch=5), deadline_s=30))
-    while not port.trainer.updates:
-        await asyncio.sleep(0.01)
+    await _in_work(port)
     second = asyncio.create_task(port.client.update(_request(epoch=6), deadline_s=30))
-    while (await port.client.status()).epoch != 6:
-        await asyncio.sleep(0.01)
+    await _arrived(port, epoch=6)
     port.trainer.gate.set()
     assert await first == await second
     assert port.trainer.updates == 1
@@ -135,8 +147,8 @@ async def test_an_update_outlives_the_caller_that_asked_for_it(port: Port) -> No
     port.trainer.gate.clear()
     with pytest.raises(DeadlineError, match=r"POST .*/update had no answer within 0\.2 s"):
         await port.client.update(_request(), deadline_s=0.2)
-    again = asyncio.create_task(port.client.update(_request(), deadline_s=30))
-    await asyncio.sleep(0.05)
+    again = asyncio.create_task(port.client.update(_request(epoch=6), deadline_s=30))
+    await _arrived(port, epoch=6)
     port.trainer.gate.set()
     assert (await again).version == 1
     assert port.trainer.updates == 1
@@ -146,8 +158,7 @@ async def test_another_update_is_refused_while_one_runs(port: Port) -> None:
     await port.server.start_trainer()
     port.trainer.gate.clear()
     running = asyncio.create_task(port.client.update(_request(0), deadline_s=30))
-    while not port.trainer.updates:
-        await asyncio.sleep(0.01)
+    await _in_work(port)
     with pytest.raises(TrainerError, match=r"step 1 of lineage 0 cannot start: step 0 of lineage 0 is in work"):
         await port.client.update(_request(1), deadline_s=10)
     port.trainer.gate.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+
 from storage.errors import ConfigError
 from workers.trainer.launch import Launch, Residency
 

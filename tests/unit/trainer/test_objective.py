@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from storage.manifests import Manifest
 from torch import Tensor
+
+from storage.manifests import Manifest
 from workers.trainer.batch import Batch, weigh
 from workers.trainer.objective import Objective, StepSums, token_logprobs
 from workers.trainer.packing import MicroBatch, WeightedTrajectory, pack, plan

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from workers.trainer.packing import MicroBatch, WeightedTrajectory, assign, pack, plan
 from workers.trainer.rows import group_rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from storage.errors import IntegrityError
 from workers.trainer.rows import Trajectory, group_rows
 

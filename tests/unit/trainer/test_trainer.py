@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from storage.errors import ConfigError, FencedError, GangLost, IntegrityError, StorageError
 from storage.weights import WeightsStore
 from workers.trainer.backend import StepOutcome
