@@ -57,7 +57,7 @@ class Rank:
         if key not in self.done:
             assert asked.step == self.version, f"step {asked.step} was sent to a rank at version {self.version}"
             self.phase = "training"
-            while (self.launch.state / SLOW).exists():  # noqa: ASYNC110 - another process removes the file
+            while (self.launch.state / SLOW).exists():
                 (self.launch.state / BUSY).touch()
                 await asyncio.sleep(0.02)
             self.done[key] = self._train(asked)
