@@ -2,13 +2,15 @@
 
 ``<checkpoints>/l<lineage>-s<step>/`` holds what the back end wrote, ``state.json`` (:class:`TrainerState`) and, written
 last, ``manifest.json`` with the sha256 of every other file. The digest of a checkpoint is the sha256 of its manifest.
-A folder without a manifest, or under a temporary name, does not exist for anyone.
+A folder without a manifest, or under a temporary name, does not exist for anyone. Files are not forced to disk: a
+power loss may damage a checkpoint, which its digests tell.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from storage.errors import IntegrityError, NotFoundError
 from workers.trainer.messages import UpdateMetrics
 
+_log = logging.getLogger(__name__)
 _NAME = re.compile(r"^l(\d+)-s(\d+)$")
 _TEMPORARY = ".tmp-"
 
@@ -71,13 +74,23 @@ class CheckpointFolder:
         files = {name: _sha256(temporary / name) for name in _files(temporary)}
         (temporary / "manifest.json").write_text(json.dumps(files, indent=1, sort_keys=True))
         final = self.root / f"l{state.lineage}-s{state.step}"
+        if final.exists():
+            shutil.rmtree(final)  # incomplete or damaged, or find() would have returned it
         temporary.rename(final)
         return Sealed(final, _sha256(final / "manifest.json"), state)
 
     def find(self, lineage: int, step: int) -> Sealed | None:
-        """The committed checkpoint of a step, its files not yet verified."""
+        """The committed checkpoint of a step, verified; None if there is none, or one that is damaged."""
         path = self.root / f"l{lineage}-s{step}"
-        return open_checkpoint(path) if path.is_dir() else None
+        try:
+            found = open_checkpoint(path)
+            verify(found)
+        except NotFoundError:
+            return None
+        except IntegrityError as error:
+            _log.warning("a finished step counts as not trained: %s", error)
+            return None
+        return found
 
     def collect(self, held: Sealed, keep: int) -> list[Path]:
         """Remove all but the newest ``keep`` checkpoints up to the held one, and temporary folders.

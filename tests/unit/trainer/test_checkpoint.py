@@ -75,6 +75,15 @@ def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
         verify(sealed)
 
 
+def test_a_damaged_or_half_removed_checkpoint_is_not_found_and_can_be_written_again(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    (_write(folder, 1).path / "state" / "weights.pt").write_bytes(b"other weights")
+    (_write(folder, 2).path / "manifest.json").unlink()
+    for step in (1, 2):
+        assert folder.find(0, step) is None
+        assert _write(folder, step) == folder.find(0, step)
+
+
 def test_a_state_that_cannot_be_read_is_an_integrity_error(tmp_path: Path) -> None:
     sealed = _write(CheckpointFolder(tmp_path), 1)
     (sealed.path / "state.json").write_text("{}")

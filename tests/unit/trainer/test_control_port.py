@@ -32,7 +32,7 @@ METRICS = UpdateMetrics.model_validate({name: 0 for name in UpdateMetrics.model_
 
 
 class IdleTrainer:
-    """``gate`` holds an update until the test opens it, ``begun`` tells that one waits; ``error`` is what they raise."""
+    """``gate`` holds updates until the test opens it, ``begun`` tells that one waits, ``error`` is what they raise."""
 
     def __init__(self) -> None:
         self.progress = Progress()
