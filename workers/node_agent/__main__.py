@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; the run file has the last word")
     parser.add_argument("--cores", default="", help="CPU cores; the run file has the last word")
     parser.add_argument("--train-priority", type=float, default=0.0, help="order in which nodes are taken for training")
-    parser.add_argument("--host", default="127.0.0.1", help="address under which nodes and proxy reach it")
+    parser.add_argument("--advertise", default="127.0.0.1", help="address under which nodes and proxy reach it")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     info = NodeInfo.model_validate(
