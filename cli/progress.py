@@ -60,7 +60,7 @@ def snapshot(
         steps=status.steps if status else 0,
         waiting_for=status.waiting_for if status else "",
         rows=tuple(_step_row(item) for item in control.get("steps", ())),
-        evaluations=_evaluations(control, status),
+        evaluations=_evaluations(status),
         tokens_per_s=float(tokens.get("per_s") or 0.0),
         tokens=int(tokens.get("journalled") or 0),
         in_flight=int(control.get("sessions_in_flight") or 0),
@@ -165,11 +165,10 @@ def _step_row(item: dict[str, Any]) -> StepRow:
     return StepRow(int(item["step"]), _number(metrics, "reward_mean"), _number(metrics, "seconds"))
 
 
-def _evaluations(control: dict[str, Any], status: RunStatus | None) -> tuple[tuple[int, float], ...]:
-    if status and status.evaluations:
-        return tuple((item.version, item.mean) for item in status.evaluations if item.mean is not None)
-    rows = control.get("evaluations", ())
-    return tuple((int(row["version"]), float(row["mean"])) for row in rows if row.get("mean") is not None)
+def _evaluations(status: RunStatus | None) -> tuple[tuple[int, float], ...]:
+    """Those that have ended; the proxy's rows also hold the mean so far of one that has not."""
+    rows = status.evaluations if status else ()
+    return tuple((item.version, item.mean) for item in rows if item.mean is not None)
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:
