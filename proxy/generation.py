@@ -78,7 +78,7 @@ class Generation:
         self._readers = 0
         self._news = asyncio.Event()
         self._upstream: Upstream | None = None
-        self._idle = False
+        self._idle = False  # waiting for a route or for time to pass: nothing is lost by a cancellation
         self._builder = session.builder(turn)
         _, deltas = self._builder.feed(turn.recording.ids)
         self.deltas += deltas
@@ -169,6 +169,7 @@ class Generation:
                 raise DeadlineError(f"{self._what()} got no token for {limit:g} s (pipeline.hold_limit_s): {problem}")
             self._idle = True
             await asyncio.sleep(_PAUSES_S[min(idle, len(_PAUSES_S) - 1)])
+            self._idle = False
             idle += 1
 
     async def _segment(self, budget: int, deadline: float, problem: str) -> bool:

@@ -60,14 +60,12 @@ class BusyMeter:
             busy.end = self._clock()
 
     def take(self) -> list[tuple[str, str, float, float]]:
-        """``(run, node, start, end)`` to record; a stretch that goes on is given up to now."""
+        """``(run, node, start, end)`` to record; one that goes on is given up to now, and later again."""
         now = self._clock()
         taken, self._closed = self._closed, []
         for (run, node), busy in list(self._busy.items()):
             taken.append((run, node, busy.start, now if busy.end is None else busy.end))
-            if busy.live:
-                busy.start = now
-            else:
+            if busy.end is not None and now - busy.end > MERGE_GAP_S:
                 del self._busy[run, node]
         return [stretch for stretch in taken if stretch[3] > stretch[2]]
 

@@ -95,8 +95,9 @@ class SampleDesk:
         """Seal the session; its sample failed. A fault of infrastructure outweighs what the agent made of it."""
         live, key = await self._sample_session(name, session)
         await live.seal()
-        if live.fault:
-            return await self._fail(live, key, INFRA, f"{live.fault} ({cause}: {detail})", retry=True)
+        fault = live.fault or ("the proxy restarted under this session" if live.interrupted else "")
+        if fault:
+            return await self._fail(live, key, INFRA, f"{fault} ({cause}: {detail})", retry=True)
         return await self._fail(live, key, cause, detail, retry=retry)
 
     async def release(self, name: str, stream: str, worker: str) -> None:

@@ -25,11 +25,17 @@ _LARGE_REQUEST = 32 * 1024
 
 
 class LiveSession:
-    """A session with its running generations. ``record`` says whose it is."""
+    """A session with its running generations. ``record`` says whose it is.
 
-    def __init__(self, services: Services, record: SessionRecord, session: Session) -> None:
+    ``interrupted``: it was open when an earlier proxy process ended, so its agent may have seen connections break.
+    """
+
+    def __init__(
+        self, services: Services, record: SessionRecord, session: Session, *, interrupted: bool = False
+    ) -> None:
         self.record = record
         self.session = session
+        self.interrupted = interrupted
         self._services = services
         self._generations: dict[int, Generation] = {}
         self._placing = asyncio.Lock()
@@ -38,7 +44,12 @@ class LiveSession:
     @property
     def fault(self) -> str:
         """Why infrastructure failed one of its turns, or empty. Such a session is no evidence of the policy."""
-        return next((turn.fault for turn in self.session.turns if turn.infra), "")
+        for turn in self.session.turns:
+            if turn.infra:
+                return turn.fault
+            if self.interrupted and turn.status == "aborted":
+                return f"the proxy restarted during turn {turn.index}, which was never asked for again"
+        return ""
 
     def running(self) -> int:
         """Generations that are not done."""
@@ -185,7 +196,7 @@ class Sessions:
         record = await asyncio.to_thread(self._ledger.session, session)
         run = await self._runs.get(record.run)
         restored = await asyncio.to_thread(restore, self._journal, record, run.renderer)
-        return LiveSession(self._services, record, restored)
+        return LiveSession(self._services, record, restored, interrupted=not record.closed)
 
 
 def restore(journal: Journal, record: SessionRecord, renderer: Renderer) -> Session:

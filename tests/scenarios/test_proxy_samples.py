@@ -236,3 +236,11 @@ async def test_turns_and_forks_are_counted_over_restarts(start_bench):
         await asyncio.gather(*[task for task in again.service._background if "count" in task.get_name()])
         status = await again.control.run_status("demo")
     assert (status["turns"], status["forks"]) == (4, 0)
+
+
+async def test_an_agent_that_failed_while_the_proxy_was_away_is_tried_again(start_bench):
+    bench = await start_bench()
+    (sample,) = await claim(bench, 1)
+    async with ProxyServer(bench.folder, bench.proxy.store) as again:
+        verdict = await again.control.fail_sample("demo", sample.session, "agent_error", "no connection", retry=False)
+    assert verdict == "queued"
