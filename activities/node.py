@@ -117,8 +117,13 @@ class NodeActivities:
 
     @activity.defn(name="gang_probe")
     async def gang_probe(self, task: GangProbe) -> GangView:
-        """Which gang lives on this node, whole and idle."""
-        return await self._trainer.probe(task.run)
+        """Which gang lives on this node, whole and idle; ranks that are starting are waited for."""
+        return await beating(self._trainer.probe(task.run))
+
+    @activity.defn(name="warm_ranks")
+    async def warm_ranks(self, task: TrainerTask) -> None:
+        """Start this node's ranks ahead of their first lease."""
+        await beating(self._trainer.ensure(task))
 
     @activity.defn(name="trainer_supervise")
     async def trainer_supervise(self, task: TrainerTask) -> None:

@@ -15,7 +15,7 @@ from temporalio.common import RetryPolicy, SearchAttributeKey
 from temporalio.exceptions import ActivityError, ApplicationError, FailureError
 from temporalio.workflow import ActivityCancellationType, ActivityHandle, ExternalWorkflowHandle
 
-from workflows.messages import LeaseEvent
+from workflows.messages import GangProbe, GangView, LeaseEvent, TrainerTask
 
 T = TypeVar("T")
 
@@ -121,6 +121,31 @@ def on_node(
         ),
         cancellation_type=ActivityCancellationType.TRY_CANCEL,
         summary=summary,
+    )
+
+
+def gang_probe(run: str, node: str) -> ActivityHandle[GangView]:
+    """Ask a node which trainer ranks live on it; waits for ranks that are starting."""
+    return on_node(
+        "gang_probe",
+        GangProbe(run=run, node=node),
+        GangView,
+        queue=nodectl_queue(node),
+        limit_s=900,
+        summary=f"resident ranks on {node}",
+    )
+
+
+def warm_ranks(member: TrainerTask) -> ActivityHandle[None]:
+    """Start a gang member ahead of its lease; nobody waits for it: the lease starts again what failed here."""
+    return on_node(
+        "warm_ranks",
+        member,
+        type(None),
+        queue=nodectl_queue(member.node),
+        limit_s=900,
+        attempts=1,
+        summary=f"{member.ranks} rank(s) of {member.run} on {member.node}, ahead of their first lease",
     )
 
 

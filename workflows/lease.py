@@ -22,7 +22,6 @@ from workflows.messages import (
     CheckpointRef,
     EngineHold,
     EngineTask,
-    GangProbe,
     GangView,
     HoldLease,
     LeaseEvent,
@@ -37,6 +36,7 @@ from workflows.messages import (
     WeightsRef,
 )
 from workflows.scheduling.gang import GangPlan, plan_gang
+from workflows.spec import RunSpec
 
 RETRY_LOAD = timedelta(seconds=15)
 
@@ -384,7 +384,7 @@ class _TrainerRole:
         for member in task.members:
             lease.supervisors[member] = calls.supervise(
                 "trainer_supervise",
-                self._member(member, plan, newest),
+                trainer_task(task.spec, plan, member, newest, lease=task.lease, epoch=task.epoch),
                 node=member,
                 summary=f"{plan.ranks[member]} rank(s) of {task.run} on {member}",
             )
@@ -403,17 +403,7 @@ class _TrainerRole:
         """Nothing to do before the cancel: a supervisor lets a running update end."""
 
     async def _probe(self) -> list[GangView]:
-        handles = [
-            calls.on_node(
-                "gang_probe",
-                GangProbe(run=self.lease.task.run, node=member),
-                GangView,
-                queue=calls.nodectl_queue(member),
-                limit_s=30,
-                summary=f"resident ranks on {member}",
-            )
-            for member in self.lease.task.members
-        ]
+        handles = [calls.gang_probe(self.lease.task.run, member) for member in self.lease.task.members]
         for handle in handles:
             await self.lease.until("the members to say which ranks they have", handle)
         return [await handle for handle in handles]
@@ -422,19 +412,22 @@ class _TrainerRole:
         reports = self.lease.reports
         return all(m in reports and reports[m].state == "ready" for m in self.lease.task.members)
 
-    def _member(self, node: str, plan: GangPlan, newest: CheckpointRef) -> TrainerTask:
-        task = self.lease.task
-        return TrainerTask(
-            run=task.run,
-            lease=task.lease,
-            epoch=task.epoch,
-            node=node,
-            gang=plan.gang,
-            first_rank=plan.first_rank[node],
-            ranks=plan.ranks[node],
-            world_size=plan.world_size,
-            master_addr=plan.master_addr,
-            master_port=plan.master_port,
-            checkpoint=newest,
-            spec=task.spec,
-        )
+
+def trainer_task(
+    spec: RunSpec, plan: GangPlan, node: str, newest: CheckpointRef, *, lease: str, epoch: int
+) -> TrainerTask:
+    """One member's share of a gang; ``epoch`` 0 starts ranks ahead of any lease."""
+    return TrainerTask(
+        run=spec.run,
+        lease=lease,
+        epoch=epoch,
+        node=node,
+        gang=plan.gang,
+        first_rank=plan.first_rank[node],
+        ranks=plan.ranks[node],
+        world_size=plan.world_size,
+        master_addr=plan.master_addr,
+        master_port=plan.master_port,
+        checkpoint=newest,
+        spec=spec,
+    )

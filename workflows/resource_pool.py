@@ -226,13 +226,6 @@ class ResourcePool:
                 "spec": spec,
             }
         )
-        event = LeaseEvent.model_validate(
-            {**task.model_dump(exclude={"owner", "pool", "spec", "run"}), "state": "granted"}
-        )
-        if not await calls.tell_owner(lease.owner, event):  # nobody is there to use it
-            self._apply(pools.withdraw(self.state.pool, lease.request_id, "the owner has ended"))
-            self._apply(pools.released(self.state.pool, lease.id, lease.epoch))
-            return
         try:
             await workflow.start_child_workflow(
                 "Lease",
@@ -244,6 +237,12 @@ class ResourcePool:
             )
         except WorkflowAlreadyStartedError:  # epochs of a lost pool: the next one is higher
             self._apply(pools.released(self.state.pool, lease.id, lease.epoch))
+            return
+        event = LeaseEvent.model_validate(
+            {**task.model_dump(exclude={"owner", "pool", "spec", "run"}), "state": "granted"}
+        )
+        if not await calls.tell_owner(lease.owner, event):  # nobody is there to use it
+            self._apply(pools.withdraw(self.state.pool, lease.request_id, "the owner has ended"))
 
     async def _tell_lease(self, lease: pools.Lease, signal: str, arg: Message) -> None:
         if not await calls.tell(calls.lease_id(lease.id, lease.epoch), signal, arg):

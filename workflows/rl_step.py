@@ -72,7 +72,8 @@ class RlStep:
 
     @workflow.signal(description="Sent by the pool: the trainer lease exists.")
     def granted(self, event: LeaseEvent) -> None:
-        self.lease, self.lost = event, ""
+        if self.lease is None or event.epoch > self.lease.epoch:  # it may come after the lease's own report
+            self.lease, self.lost = event, ""
 
     @workflow.signal(description="Sent by the trainer lease: its gang is ready.")
     def lease_report(self, event: LeaseEvent) -> None:

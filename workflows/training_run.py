@@ -23,9 +23,10 @@ from temporalio.exceptions import (
     FailureError,
     WorkflowAlreadyStartedError,
 )
-from temporalio.workflow import ParentClosePolicy
+from temporalio.workflow import ActivityHandle, ParentClosePolicy
 
 from workflows import calls
+from workflows.lease import trainer_task
 from workflows.messages import (
     AdmissionPause,
     AuditEntry,
@@ -37,6 +38,7 @@ from workflows.messages import (
     EngineView,
     EvaluationInput,
     EvaluationOutcome,
+    GangView,
     HoldLease,
     LeaseEvent,
     LeaseRequest,
@@ -58,6 +60,7 @@ from workflows.messages import (
     WithdrawRequest,
 )
 from workflows.scheduling import pipeline
+from workflows.scheduling.gang import plan_gang
 from workflows.spec import RunSpec
 
 ENGINE_LIMIT = timedelta(minutes=15)
@@ -88,6 +91,7 @@ class TrainingRun:
         self.commands: list[AuditEntry] = []
         self.fatal = ""
         self.data_stopped = False
+        self.warming: list[ActivityHandle[None]] = []
 
     # Commands
 
@@ -252,7 +256,27 @@ class TrainingRun:
         await self._wait(
             f"an engine on {', '.join(pipeline.rollout_nodes(self.spec))}", lambda: bool(self._ready()), ENGINE_LIMIT
         )
+        await self._warm_trainer()
         await self._evaluate_if_due(first=True)
+
+    async def _warm_trainer(self) -> None:
+        """Start the ranks while engines still serve: being resident needs no lease, and the first step finds them."""
+        probes: list[ActivityHandle[GangView]] = [
+            calls.gang_probe(self.spec.run, node) for node in pipeline.train_nodes(self.spec)
+        ]
+        try:
+            views = [await probe for probe in probes]
+        except ActivityError as error:  # the first lease starts them instead
+            self.state.last_failure = calls.reason_of(error)
+            return
+        newest = self.state.checkpoint
+        if newest is None:
+            return
+        ranks = {node.id: node.ranks for node in self.spec.nodes}
+        plan = plan_gang(f"{self.spec.run}/{workflow.uuid4().hex[:8]}", ranks, views, newest.version)
+        for view in views:
+            member = trainer_task(self.spec, plan, view.node, newest, lease="", epoch=0)
+            self.warming.append(calls.warm_ranks(member))
 
     async def _start_data(self) -> None:
         task = DataInput(
@@ -455,7 +479,8 @@ class TrainingRun:
         if hold != engine.held:
             alive = await calls.tell(lease, "hold", HoldLease(hold=hold))
         newest = self.state.checkpoint
-        if alive and newest is not None and told < newest.version:
+        knows = engine.state == "granted"  # it reads the newest version itself before it first reports
+        if alive and not knows and newest is not None and told < newest.version:
             alive = await calls.tell(lease, "load_weights", newest.weights)
             told = newest.version
         known = self.state.engines.get(engine.lease)

@@ -34,6 +34,7 @@ class Rank:
         self.version = int(saved.get("version", 0))
         self.content = str(saved.get("content", "initial"))
         self.phase = "ready"
+        self.working = asyncio.Lock()
         self.done: dict[tuple[int, int], UpdateResult] = {}
 
     async def status(self, _: web.Request) -> web.Response:
@@ -54,15 +55,19 @@ class Rank:
     async def update(self, request: web.Request) -> web.Response:
         asked = UpdateRequest.model_validate_json(await request.text())
         key = (asked.lineage, asked.step)
-        if key not in self.done:
-            assert asked.step == self.version, f"step {asked.step} was sent to a rank at version {self.version}"
-            self.phase = "training"
-            while (self.launch.state / SLOW).exists():
-                (self.launch.state / BUSY).touch()
-                await asyncio.sleep(0.02)
-            self.done[key] = self._train(asked)
-            self.phase = "ready"
+        async with self.working:  # a repeated request joins the running update
+            if key not in self.done:
+                await self._work(asked)
         return web.Response(text=self.done[key].model_dump_json())
+
+    async def _work(self, asked: UpdateRequest) -> None:
+        assert asked.step == self.version, f"step {asked.step} was sent to a rank at version {self.version}"
+        self.phase = "training"
+        while (self.launch.state / SLOW).exists():
+            (self.launch.state / BUSY).touch()
+            await asyncio.sleep(0.02)
+        self.done[asked.lineage, asked.step] = self._train(asked)
+        self.phase = "ready"
 
     def _train(self, asked: UpdateRequest) -> UpdateResult:
         self.version += 1

@@ -167,7 +167,13 @@ class FakeWorld:
             await stack.enter_async_context(control_worker(self.client, self._control()))
             for node in NODES if self.plays_nodes else ():
                 work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step]
-                control: list[Any] = [self.engine_load, self.engine_hold, self.gang_probe, self.end_residency]
+                control: list[Any] = [
+                    self.engine_load,
+                    self.engine_hold,
+                    self.gang_probe,
+                    self.warm_ranks,
+                    self.end_residency,
+                ]
                 await stack.enter_async_context(activity_worker(self.client, node_queue(node), work))
                 await stack.enter_async_context(activity_worker(self.client, nodectl_queue(node), control))
             await stack.enter_async_context(activity_worker(self.client, tag_queue("agent"), [self.stream_tasks]))
@@ -293,6 +299,12 @@ class FakeWorld:
     async def gang_probe(self, task: GangProbe) -> GangView:
         gang, version = self.gang or (None, None)
         return GangView(node=task.node, gang=gang, ranks=1 if gang else 0, version=version, free_port=1)
+
+    @activity.defn
+    async def warm_ranks(self, task: TrainerTask) -> None:
+        self.log.append("warm ranks")
+        if self.gang is None:
+            self.gang = (task.gang, task.checkpoint.version)
 
     @activity.defn
     async def trainer_supervise(self, task: TrainerTask) -> None:

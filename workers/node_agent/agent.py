@@ -67,6 +67,7 @@ class NodeAgent:
             activities.engine_load,
             activities.engine_hold,
             activities.gang_probe,
+            activities.warm_ranks,
             activities.end_residency,
         ]
         async with (

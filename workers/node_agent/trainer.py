@@ -65,12 +65,13 @@ class TrainerHost:
         self._lock = asyncio.Lock()
 
     async def probe(self, run: str) -> GangView:
-        """Which gang lives here with all its ranks idle, and at which version."""
+        """Which gang lives here with all its ranks idle, and at which version; ranks that start are waited for."""
         found = GangResidency.read(self._file)
         none = GangView(node=self._node, gang=None, ranks=0, host=self._host, free_port=free_port())
         if found is None or found.run != run or not found.complete or found.dead():
             return none
         try:
+            await self._wait_ready(found.gang)
             statuses = await asyncio.gather(*(self._status(rank) for rank in found.ranks))
         except SeamlessFlowError as error:
             log.warning("gang %s does not answer: %s", found.gang, error)

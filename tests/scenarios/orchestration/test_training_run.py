@@ -62,9 +62,10 @@ async def test_a_run_trains_every_step_and_evaluates_before_and_after(world: Fak
         assert world.position(f"route b held {version - 1}") < world.position(f"load {version} on b")
         assert world.position(f"load {version} on b") < world.position(f"route b open {version}")
 
-    # Ranks are started once and found again at every later step.
-    assert world.log.count("start ranks at 0") == 1
-    assert [line for line in world.log if line.startswith("attach")] == ["attach ranks at 1", "attach ranks at 2"]
+    # Ranks are started once, before the first step needs them, and found again at every step.
+    assert world.log.count("warm ranks") == 1
+    found = [line for line in world.log if "ranks at" in line]
+    assert found == ["attach ranks at 0", "attach ranks at 1", "attach ranks at 2"]
 
 
 async def test_the_train_node_is_parked_for_the_update_while_the_other_keeps_its_route(world: FakeWorld) -> None:
@@ -72,7 +73,7 @@ async def test_the_train_node_is_parked_for_the_update_while_the_other_keeps_its
     run = await world.start()
     await world.until("train 0.0 on m0")
 
-    assert world.position("route a closed") < world.position("park engine a") < world.position("start ranks at 0")
+    assert world.position("route a closed") < world.position("park engine a") < world.position("attach ranks at 0")
     assert world.routes == {"b": "open 0"}
 
     world.training_open.set()
@@ -285,7 +286,7 @@ async def test_a_run_goes_on_over_generations_of_its_history(world: FakeWorld, m
     generations = [w async for w in world.client.list_workflows(f"WorkflowId = '{calls.run_id(world.run)}'")]
     assert len(generations) > 1
     assert world.log.count("stream train") == 1
-    assert world.log.count("start ranks at 0") == 1
+    assert world.log.count("attach ranks at 0") == 1
 
 
 async def test_input_with_a_typing_mistake_fails_with_the_name_of_the_field(world: FakeWorld) -> None:
