@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -103,24 +103,25 @@ def up(
     state.logs.mkdir(exist_ok=True)
     try:
         with locked(state, "up.lock", wait_s=limit_s):
-            process = None
+            supervisor = None
+            _wait_for_the_dead(state)
             if running(state):
                 _same_nodes(state, nodes)
             else:
-                process = _start(state, _stack_spec(state, nodes), ports or {})
-            return _wait_ready(state, process, say, limit_s)
+                supervisor = _start(state, _stack_spec(state, nodes), ports or {})
+            return _wait_ready(state, supervisor, say, limit_s)
     except BlockingIOError:
         raise DeadlineError(f"another `up` of {state.root} did not end within {limit_s:.0f} s") from None
 
 
-def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> subprocess.Popen[bytes]:
-    """Prepare the folder and start its supervisor."""
+def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> ProcessRecord:
+    """Prepare the folder and start its supervisor, which outlives this process."""
     stop_leftovers(state)
     write_cluster(state, ports)
     write_json(state.root / STACK, spec.model_dump(mode="json"))
     (state.root / STATUS).unlink(missing_ok=True)
     with (state.logs / "supervisor.log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "cli.supervisor", "--state", str(state.root)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -129,6 +130,8 @@ def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> sub
             env={**os.environ, **base_environment(state)},
             start_new_session=True,
         )
+    process.returncode = 0  # it is not waited for by this object
+    return ProcessRecord.of(process.pid)
 
 
 def down(state: StateFolder) -> int:
@@ -158,6 +161,14 @@ def running(state: StateFolder) -> bool:
             return False
     except BlockingIOError:
         return True
+
+
+def _wait_for_the_dead(state: StateFolder) -> None:
+    """A killed process keeps its locks until its last thread has ended, a moment after it counts as dead."""
+    status = StackStatus.read(state)
+    if status and not status.supervisor.alive():
+        with suppress(BlockingIOError), locked(state, LOCK, shared=True, wait_s=10.0):
+            pass
 
 
 @contextmanager
@@ -302,8 +313,9 @@ def _secrets(state: StateFolder) -> Secrets:
 
 
 def _wait_ready(
-    state: StateFolder, process: subprocess.Popen[bytes] | None, say: Callable[[str], None], limit_s: float
+    state: StateFolder, supervisor: ProcessRecord | None, say: Callable[[str], None], limit_s: float
 ) -> StackStatus:
+    """``supervisor``: the one just started, which may not hold the lock yet."""
     deadline = time.monotonic() + limit_s
     told: set[str] = set()
     while True:
@@ -314,8 +326,9 @@ def _wait_ready(
                 say(f"{name} is ready")
         if status and status.phase == "running" and status.supervisor.alive():
             return status
-        gone = process.poll() is not None if process else not running(state)
+        gone = not (supervisor.alive() if supervisor else running(state))
         if gone or (status and status.phase in ("failed", "stopped")):
+            wait_gone([record for record in (supervisor, status and status.supervisor) if record], STOP_LIMIT_S)
             reason = (status.error if status else "") or log_tail(state.logs / "supervisor.log")
             raise StackFailed(f"the cluster in {state.root} did not start: {reason}")
         if time.monotonic() > deadline:
