@@ -148,8 +148,10 @@ class Generation:
         problem = ""
         while not self.leaving:
             before = len(recording.ids)
-            if before >= used.max_new_tokens:
-                await self._end(ended=False)
+            # The engine may have died between the end-of-turn token and its word that it ended there.
+            ended = before > 0 and recording.ids[-1] in self._session.renderer.eos_ids
+            if ended or before >= used.max_new_tokens:
+                await self._end(ended=ended)
                 return
             try:
                 if await self._segment(used.max_new_tokens - before, progress + limit, problem):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.dialects.base import TurnRequest
@@ -176,7 +176,7 @@ async def converse(
     return session, journal, seen
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None)
 @given(
     script=st.lists(st.tuples(st.sampled_from(ANSWERS), st.integers(1, 120), st.booleans()), min_size=1, max_size=3),
     data=st.data(),
@@ -193,7 +193,7 @@ def test_any_chunking_and_any_cuts_give_the_tree_and_the_answers_of_the_undistur
     assert facts(again) == facts(rough)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(alphabet='ad(1,)<tool_cal>/{}":\N{GRINNING FACE} \n', max_size=60), data=st.data())
 @pytest.mark.parametrize(
     "parser", [("none",), ("hermes",), ("positional", "", ""), ("positional", "<tool_call>", "</tool_call>")]

@@ -48,6 +48,13 @@ async def test_a_generation_continues_on_another_engine_when_its_own_dies(start_
     ]
 
 
+async def test_an_engine_that_dies_right_after_the_end_of_turn_token_is_not_asked_for_more(start_bench):
+    bench = await start_bench(Play((*HELLO, 5), fault=Fault("drop", len(HELLO))))
+    answer = await bench.ask()
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Hello, world", "stop")
+    assert len(bench.engine.requests) == 1
+
+
 async def test_closing_a_route_moves_what_runs_on_it_and_returns_when_it_is_gone(start_bench, until):
     bench = await start_bench(Play(HELLO, fault=Fault("stall", 5)))
     async with ScriptedEngine([Play(HELLO[5:])], vocab_size=259, weight_version="1") as other:
