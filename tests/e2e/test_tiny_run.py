@@ -139,7 +139,7 @@ async def test_history_shows_the_shared_node_roll_out_train_and_roll_out_while_t
     assert [role for _, role in sorted(roles["node-b"])] == ["engine_supervise"]
 
 
-async def test_no_prompt_token_or_secret_is_in_temporal_history(finished: Finished) -> None:
+def test_no_prompt_token_or_secret_is_in_temporal_history(finished: Finished) -> None:
     job, _ = finished
     secrets = job.state.secrets()
     question = json.loads(Path(job.file.parent / "held_out.jsonl").read_text().splitlines()[0])["question"]
