@@ -31,7 +31,7 @@ class ModelSpec(Spec):
     max_context: int = Field(default=2048, ge=16)
     """Longest prompt plus answer, in tokens."""
     tool_parser: Literal["none", "hermes", "positional"] = "none"
-    """How tool calls are read from generated text. ``positional``: ``name(a,b)`` between ``tool_open`` and ``tool_close``."""
+    """How tool calls are read from text. ``positional``: ``name(a,b)`` between ``tool_open`` and ``tool_close``."""
     tool_open: str = ""
     """Text in front of a positional call, e.g. ``<call>``."""
     tool_close: str = ""
@@ -40,7 +40,7 @@ class ModelSpec(Spec):
 
 class DataSpec(Spec):
     path: str
-    """JSONL file; one task a line, any JSON object. Its line number is its position; the agent and the reward see it whole."""
+    """JSONL file; one task a line, any JSON object. Its line number is its position; agent and reward see it whole."""
     held_out: str | None = None
     """JSONL file of tasks that are never trained on; used by the evaluation."""
     epochs: int | None = Field(default=None, ge=1)
@@ -109,7 +109,7 @@ class EngineSpec(Spec):
     kv_tokens: int = Field(default=65536, ge=256)
     """Tokens the KV cache holds; also the size of the prefix cache."""
     sync_mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """What happens to running generations when weights change: keep their KV, compute it anew, or cut and continue them."""
+    """What running generations do when weights change: keep their KV, compute it anew, or be cut and continued."""
     log_tokens: bool = False
     """Write every token read and written to a log in the node's folder: the oracle for audits."""
 
@@ -130,9 +130,9 @@ class AlgorithmSpec(Spec):
     dual_clip: float | None = Field(default=3.0, gt=1)
     """Bound of the loss where the advantage is negative; None switches it off."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
-    """``recompute``: the trainer's weights before the update give the old log-probs. ``engine``: those recorded at sampling."""
+    """``recompute``: the trainer's weights before the update give the old log-probs. ``engine``: those of sampling."""
     importance_cap: float | None = Field(default=2.0, gt=0)
-    """With ``recompute``: truncated importance weight exp(recomputed - engine), per token; None switches the correction off."""
+    """With ``recompute``: truncated importance weight exp(recomputed - engine), per token; None: no correction."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Reserved for a reference model; only 0 is accepted until a reference role exists."""
     drop_zero_variance: bool = True
