@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from storage.objects import ObjectStore
 from storage.seaweed import Weed
 from storage.weights import folder_digest
 from workers.cluster import StateFolder
+from workers.trainer.batch import read_batch
 from workers.trainer.messages import UpdateRequest, UpdateResult
+from workers.trainer.objective import Objective
+from workers.trainer.packing import pack
 from workflows.spec import RunSpec
 
 STEPS = 3
@@ -84,10 +88,13 @@ async def test_a_killed_gang_resumes_and_gives_the_same_weights(make: Any, histo
     async with gang:
         await gang.ready()
         assert (await gang.clients[0].status()).version == 1
-        for request, before in zip(history.requests[1:STEPS], history.results[1:], strict=True):
-            replayed = await gang.update(request.model_copy(update={"lineage": 1}))
-            assert replayed.weights_digest == before.weights_digest
-            assert replayed.metrics.loss == before.metrics.loss
+        # step 1 was committed before the kill, though the gang was started from the checkpoint before it
+        assert await gang.update(history.requests[1]) == history.results[1]
+        # step 2 is trained anew
+        replayed = await gang.update(history.requests[2].model_copy(update={"lineage": 1}))
+        assert replayed.checkpoint_path != history.results[2].checkpoint_path
+        assert replayed.weights_digest == history.results[2].weights_digest
+        assert replayed.metrics.loss == history.results[2].metrics.loss
         # the step in which the gang was killed has left nothing in the way
         assert (await gang.update(history.requests[STEPS].model_copy(update={"lineage": 1}))).version == STEPS + 1
 
@@ -99,6 +106,58 @@ def test_training_changes_the_weights_in_each_step(history: History) -> None:
         assert result.metrics.grad_norm > 0
         assert result.metrics.ratio_max == 1.0
         assert result.metrics.tokens_computed < result.metrics.tokens_in_rows
+
+
+def test_loss_and_gradient_are_those_of_every_trajectory_computed_alone(
+    history: History, qwen: Path, object_store: ObjectStore
+) -> None:
+    """Whatever the number of ranks: plain torch, one row at a time, is the oracle."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    batch = read_batch(object_store, history.requests[0], "demo", history.spec.algorithm)
+    model: Any = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    total = 0.0
+    for row in batch.rows:
+        one = pack([row])
+        output = model(input_ids=torch.from_numpy(one.ids_T)[None], logits_to_keep=torch.from_numpy(one.predictor_K))
+        loss, _ = Objective(history.spec.algorithm, 1.0)(output.logits[0, torch.from_numpy(one.predictor_N)], one)
+        loss.backward()
+        total += float(loss.detach())
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+
+    metrics = history.results[0].metrics
+    assert metrics.loss == pytest.approx(total, abs=1e-6)
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_published_model_has_the_log_probs_that_the_back_end_computes(
+    make: Any, history: History, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    """The back end reads the same rows packed and alone; both agree."""
+    spec = make.make_spec(Path(history.results[-1].weights_path))
+    launch = {"spec": spec.model_dump(mode="json"), "master_port": make.free_port(), "state": str(tmp_path)}
+    request = history.requests[0]
+    batch = read_batch(object_store, request, "demo", spec.algorithm)
+    code = """
+import json, pickle, sys
+from workers.trainer.deepspeed_backend import DeepSpeedBackend
+from workers.trainer.launch import Launch
+given = pickle.load(sys.stdin.buffer)
+launch = Launch(**given["launch"], rank=0, world_size=1, control_port=1, token="x" * 16, epoch=1)
+backend = DeepSpeedBackend(launch)
+backend.initialize()
+found = [[p.tolist() for p in backend.logprobs(batches, 1.0)] for batches in given["batches"]]
+print("FOUND" + json.dumps(found))
+"""
+    given = {"launch": launch, "batches": [[pack(batch.rows)], [pack([row]) for row in batch.rows]]}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, timeout=120, check=True
+    )
+    packed, alone = json.loads(done.stdout.decode().split("FOUND")[1])
+    assert len(packed[0]) == history.results[0].metrics.tokens
+    assert packed[0] == pytest.approx([p for row in alone for p in row], abs=1e-5)
+    assert max(packed[0]) < 0
 
 
 def test_published_weights_are_a_model_directory(history: History, qwen: Path) -> None:
