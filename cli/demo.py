@@ -77,7 +77,7 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
     clock = Clock(options.state)
     build_if_missing(options, say)
     spec = require_run(options.run_file)
-    with _sigterm_as_interrupt():
+    with _interruptible():
         interrupted = False
         try:
             say(f"state folder: {options.state.root}")
@@ -236,15 +236,16 @@ def _view(say: Callable[[str], None], links: dict[str, str]) -> LiveView | Plain
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    def interrupt(number: int, frame: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends like Ctrl-C, and both work where the shell started us with SIGINT ignored (in the background)."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
