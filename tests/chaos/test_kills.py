@@ -31,6 +31,10 @@ VICTIMS: dict[str, Callable[[Job], list[int]]] = {
 }
 
 
+def wait_for_step(job: Job, number: int, run: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: steps_done(job) >= number, f"step {number}", STEP_LIMIT_S, run)
+
+
 def balanced_to_the_end(job: Job, line: dict[str, object]) -> None:
     ledger = Ledger(job.state.cluster().ledger_url)
     try:
@@ -52,7 +56,7 @@ def test_each_process_is_killed_once_in_a_run_which_completes_with_balanced_book
         run = subprocess.Popen(job.demo(), stdout=output, stderr=subprocess.STDOUT)
     try:
         for number, (name, pids) in enumerate(VICTIMS.items(), start=1):
-            wait_until(lambda number=number: steps_done(job) >= number, f"step {number}", STEP_LIMIT_S)  # type: ignore[misc]
+            wait_for_step(job, number, run)
             kill(pids(job))
             print(f"killed {name} after step {number}")
         assert run.wait(timeout=300) == 0, (tmp_path / "demo.log").read_text()[-4000:]
@@ -74,7 +78,7 @@ def test_killing_the_whole_tree_and_running_the_command_again_goes_on_from_where
     job = write_job(tmp_path, tiny_model, "again", pipeline={"steps": 4})
     try:
         run = subprocess.Popen(job.demo(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda: steps_done(job) >= 2, "step 2", STEP_LIMIT_S)
+        wait_for_step(job, 2, run)
         kill(everything(job, run.pid))
         run.wait()
         before = steps_done(job)

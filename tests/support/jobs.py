@@ -23,7 +23,7 @@ class Job:
     run: str
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "cli.main", *arguments]
+        return [str(Path(sys.executable).with_name("seamlessflow")), *arguments]
 
     def demo(self, *more: str) -> list[str]:
         """Command line that runs the job to its end; its last line of output is the JSON object."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,10 @@ def steps_done(job: Job) -> int:
         ledger.close()
 
 
-def wait_until(condition: Callable[[], bool], what: str, limit_s: float) -> None:
-    """Poll; fails with ``what`` after ``limit_s`` seconds."""
+def wait_until(condition: Callable[[], bool], what: str, limit_s: float, run: subprocess.Popen[bytes]) -> None:
+    """Poll while ``run`` goes on; fails with ``what`` after ``limit_s`` seconds."""
     end = time.monotonic() + limit_s
     while not condition():
+        assert run.poll() is None, f"the command ended with exit code {run.returncode} before {what}"
         assert time.monotonic() < end, f"waited {limit_s:g} s for {what}"
         time.sleep(0.1)
