@@ -78,16 +78,19 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
     build_if_missing(options, say)
     spec = require_run(options.run_file)
     with _interruptible():
-        interrupted = False
+        stop, ran_before = not options.keep, stack.running(options.state)
         try:
             say(f"state folder: {options.state.root}")
             stack.up(options.state, spec.nodes, say=say)
             return asyncio.run(_follow(options, spec, clock, say))
+        except ConfigError:  # refused: a cluster that others may use is left as it was found
+            stop = stop and not ran_before
+            raise
         except KeyboardInterrupt:
-            interrupted = True
+            stop = True
             raise Interrupted(f"the same command goes on from where it was (state in {options.state.root})") from None
         finally:
-            if interrupted or not options.keep:
+            if stop:
                 with _ignore_interrupts():
                     say("stopping the cluster; its state stays on disk")
                     stack.down(options.state)
@@ -205,6 +208,8 @@ async def _follow(options: DemoOptions, spec: RunSpec, clock: Clock, say: Callab
                 await asyncio.to_thread(stack.up, options.state, spec.nodes, say=say)
                 watcher.forget_connection()
             await asyncio.sleep(LOOK_EVERY_S)
+    for failure in now.failures:
+        say(f"{failure.attempts} attempts ended with {failure.cause}; the last, {failure.sample}: {failure.detail}")
     return await figures(options.state, spec, await watcher.connected(), clock.seconds())
 
 

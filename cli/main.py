@@ -153,6 +153,8 @@ def start(run_file: RunFile, state: StateOption = None) -> None:
 
     folder = _state(state)
     spec = require_run(run_file)
+    if stack.running(folder):  # elsewhere the nodes are other machines', which join when they please
+        stack.require_nodes(folder, spec.nodes)
 
     async def begin() -> bool:
         return await (await Runs.connect(folder.cluster())).start(spec)
@@ -283,7 +285,8 @@ def audit(run: RunName, state: StateOption = None) -> None:
 
     async def ask() -> dict[str, Any]:
         async with control_client(folder) as client:
-            return {"books": (await client.run_status(run))["books"], **await client.audit(run)}
+            status = await client.run_status(run)
+            return {"books": status["books"], "failures": status["failures"], **await client.audit(run)}
 
     answer = _wait(ask())
     _show(answer)
@@ -293,14 +296,24 @@ def audit(run: RunName, state: StateOption = None) -> None:
 
 def main() -> NoReturn:
     """Entry point: errors raised on purpose are shown without a trace; exit code 2 for a wrong configuration."""
+    code = _run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The threads of Temporal's client can touch an interpreter that is being taken down, which aborts the process.
+    os._exit(code)
+
+
+def _run() -> int:
     try:
         app(standalone_mode=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except SeamlessFlowError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    raise SystemExit(0)
+        return 130
+    return 0
 
 
 def _state(given: Path | None, *, create: bool = False) -> StateFolder:
@@ -337,6 +350,11 @@ def _wait(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _show(answer: Any) -> None:
+    if isinstance(answer, dict) and "phase" in answer:
+        waits = f", waits for {answer['waiting_for']}" if answer["waiting_for"] else ""
+        step = f"step {answer['step']}/{answer['steps']}"
+        print(f"{answer['run']}: {answer['phase']}, {step}, weight version {answer['version']}{waits}")
+        return
     print(answer if isinstance(answer, str) else json.dumps(answer, indent=2, default=str))
 
 

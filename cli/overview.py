@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
+from textwrap import indent
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.table import Table
 
 from cli import stack
 from cli.demo import Watcher
+from cli.progress import FailureRow, causes
 from cli.runs import Runs
 from storage.errors import SeamlessFlowError
 from workers.cluster import StateFolder
@@ -58,6 +61,7 @@ async def collect(state: StateFolder, run: str | None) -> dict[str, Any]:
                 "tokens_per_s": now.tokens_per_s,
                 "waiting_for": now.waiting_for,
                 "evaluations": [{"version": version, "reward": reward} for version, reward in now.evaluations],
+                "failures": [asdict(failure) for failure in now.failures],
                 "trouble": now.trouble,
             }
         )
@@ -87,8 +91,21 @@ def render(view: dict[str, Any]) -> str:
                 row["run"], row["state"], row["phase"], step, reward, f"{row['tokens_per_s']:.0f}", row["waiting_for"]
             )
         console.print(runs)
+    for row in view["runs"]:
+        _show_failures(console, row, in_full=len(view["runs"]) == 1)
     for line in [*view["trouble"], *(row["trouble"] for row in view["runs"] if row["trouble"])]:
         console.print(line)
     file = console.file
     assert isinstance(file, io.StringIO)  # noqa: S101  # made above
     return file.getvalue().rstrip()
+
+
+def _show_failures(console: Console, row: dict[str, Any], *, in_full: bool) -> None:
+    """Causes with counts; in full with what happened to the last attempt of each."""
+    if not row["failures"]:
+        return
+    failures = [FailureRow(**failure) for failure in row["failures"]]
+    console.print(f"{row['run']}: attempts without a result: {causes(failures)}")
+    for failure in failures if in_full else ():
+        console.print(f"  {failure.cause}, the last one is {failure.sample}:", highlight=False)
+        console.print(indent(failure.detail.rstrip(), "    "), markup=False, highlight=False)

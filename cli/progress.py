@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,19 @@ class StepRow:
     step: int
     reward: float | None
     seconds: float | None
+    constant: bool = False
+    """Every sample had this same reward: nothing was learned."""
+
+
+@dataclass(frozen=True)
+class FailureRow:
+    """Why attempts had no result: how many for one cause, and what happened to the last of them."""
+
+    cause: str
+    attempts: int
+    sample: str
+    """*Example*: ``train/3.1``: stream, task, sample."""
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Snapshot:
     in_flight: int = 0
     nodes: dict[str, str] = field(default_factory=dict)
     """What each node does now."""
+    failures: tuple[FailureRow, ...] = ()
     trouble: str = ""
 
 
@@ -65,7 +79,8 @@ def snapshot(
         tokens=int(tokens.get("journalled") or 0),
         in_flight=int(control.get("sessions_in_flight") or 0),
         nodes={node.node: f"{node.activity} ({node.health})" for node in pool.nodes} if pool else {},
-        trouble=trouble or (status.last_failure if status else ""),
+        failures=tuple(_failure_row(item) for item in control.get("failures", ())),
+        trouble=trouble or ((status.last_failure or status.warning) if status else ""),
     )
 
 
@@ -141,10 +156,17 @@ def picture(now: Snapshot, links: dict[str, str]) -> RenderableType:
     parts: list[RenderableType] = [head, figures, steps]
     parts += [Text(f"held-out reward at version {version}: {reward:.3f}") for version, reward in now.evaluations]
     parts += [Text(f"{node}: {what}") for node, what in now.nodes.items()]
+    if now.failures:
+        parts.append(Text(f"attempts without a result: {causes(now.failures)}", style="yellow"))
     if now.trouble:
         parts.append(Text(now.trouble, style="yellow"))
     parts += [Text(f"{name}: {link}", style="dim") for name, link in links.items()]
     return Group(*parts)
+
+
+def causes(failures: Iterable[FailureRow]) -> str:
+    """*Example*: ``agent_error 3, reward_missing 1``."""
+    return ", ".join(f"{row.cause} {row.attempts}" for row in failures)
 
 
 def _state(now: Snapshot) -> str:
@@ -157,12 +179,21 @@ def _nodes(now: Snapshot) -> str:
 
 
 def _reward(row: StepRow) -> str:
-    return "reward -" if row.reward is None else f"reward {row.reward:.3f}"
+    if row.reward is None:
+        return "reward -"
+    return f"reward {row.reward:.3f}{' (the same for every sample)' if row.constant else ''}"
 
 
 def _step_row(item: dict[str, Any]) -> StepRow:
     metrics = item.get("metrics", item)
-    return StepRow(int(item["step"]), _number(metrics, "reward_mean"), _number(metrics, "seconds"))
+    constant = _number(metrics, "reward_std") == 0
+    return StepRow(int(item["step"]), _number(metrics, "reward_mean"), _number(metrics, "seconds"), constant)
+
+
+def _failure_row(item: dict[str, Any]) -> FailureRow:
+    last = item["last"]
+    sample = f"{last['stream']}/{last['ordinal']}.{last['sample']}"
+    return FailureRow(item["cause"], int(item["attempts"]), sample, last["detail"])
 
 
 def _evaluations(status: RunStatus | None) -> tuple[tuple[int, float], ...]:

@@ -155,7 +155,7 @@ class Runs:
             raise DeadlineError(f"{what}: no answer within {self._deadline_s:.0f} s") from None
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
-                raise NotFoundError(f"{what}: there is no such run or pool in this cluster") from error
+                raise NotFoundError(f"{what}: nothing of that name runs in this cluster; it may have ended") from error
             raise SeamlessFlowError(f"{what}: {error}") from error
         except WorkflowQueryFailedError as error:
             raise SeamlessFlowError(f"{what}: {error}") from error

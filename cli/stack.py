@@ -99,6 +99,9 @@ def up(
     given port is taken, :class:`StackFailed` if a service does not come up (nothing is left running),
     :class:`DeadlineError` after ``limit_s`` seconds.
     """
+    if not state.root.exists():  # a mistake leaves no folder behind
+        _stack_spec(state, nodes)
+        check_ports(ports or {})
     state.root.mkdir(parents=True, exist_ok=True)
     state.logs.mkdir(exist_ok=True)
     try:
@@ -106,7 +109,7 @@ def up(
             supervisor = None
             _wait_for_the_dead(state)
             if running(state):
-                _same_nodes(state, nodes)
+                require_nodes(state, nodes)
             else:
                 supervisor = _start(state, _stack_spec(state, nodes), ports or {})
             return _wait_ready(state, supervisor, say, limit_s)
@@ -208,11 +211,7 @@ def write_cluster(state: StateFolder, given: Mapping[str, int]) -> ClusterConfig
 
     ``given`` maps names of :data:`PORT_NAMES` to ports. Raises :class:`ConfigError` if one of those is taken.
     """
-    for name, port in given.items():
-        if name not in PORT_NAMES:
-            raise ConfigError(f"port {name!r} is not known: use one of {', '.join(PORT_NAMES)}")
-        if not port_free(port):
-            raise ConfigError(f"port {port} for {name} is in use: stop what listens there, or give another port")
+    check_ports(given)
     ports = choose_ports(_old_ports(state), given)
     config = ClusterConfig(
         temporal=f"{LOOPBACK}:{ports['temporal']}",
@@ -224,6 +223,17 @@ def write_cluster(state: StateFolder, given: Mapping[str, int]) -> ClusterConfig
     )
     state.write(config, _secrets(state))
     return config
+
+
+def check_ports(given: Mapping[str, int]) -> None:
+    """Raises :class:`ConfigError` if a name is not known, two have one port, or a port is taken."""
+    for name, port in given.items():
+        if name not in PORT_NAMES:
+            raise ConfigError(f"port {name!r} is not known: use one of {', '.join(PORT_NAMES)}")
+        if list(given.values()).count(port) > 1:
+            raise ConfigError(f"port {port} for {name} is given twice: give each its own")
+        if not port_free(port):
+            raise ConfigError(f"port {port} for {name} is in use: stop what listens there, or give another port")
 
 
 def choose_ports(old: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
@@ -281,7 +291,8 @@ def _stack_spec(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> Stack
         raise ConfigError(f"{state.root} has no nodes yet: name a run file, as in `seamlessflow up run.yaml`") from None
 
 
-def _same_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> None:
+def require_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> None:
+    """Raises :class:`ConfigError` if the cluster of this folder lacks one of ``nodes``, or has it otherwise."""
     have = {node.id: node for node in _stack_spec(state, None).nodes}
     other = [node.id for node in nodes or () if have.get(node.id) != node]
     if other:
