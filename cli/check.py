@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from cli import memory, targets
 from cli.runfile import Document, Location, Problem, RunFileError, absolute, read_document, validate
 from workers.engines.embedded.architectures import SUPPORTED
-from workflows.spec import AgentSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec, SamplingSpec
+from workflows.spec import AgentSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 MOST_DATA_PROBLEMS = 5
@@ -74,8 +74,6 @@ def _world(document: Document, spec: RunSpec | None) -> Found:
         yield from check_reward(reward, code)
     if engine:
         yield from check_engine(engine)
-    if (sampling := _section(SamplingSpec, data.get("sampling", {}))) is not None and sampling.temperature == 0:
-        yield ("sampling", "temperature"), "0 is greedy: all samples of a group are equal and nothing is learned; use 1"
     for index, node in nodes:
         yield from check_node(node, index)
     if spec is not None:

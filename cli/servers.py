@@ -110,9 +110,8 @@ def temporal_retention_command(address: str, namespace: str) -> list[str]:
 def node_service(state: StateFolder, node: NodeSpec) -> Service:
     """The node agent of ``node``."""
     arguments = ["--node", node.id, "--tags", ",".join(sorted(node.tags))]
-    arguments += ["--ranks", str(node.ranks), "--threads", str(node.threads)]
-    if node.cores:
-        arguments += ["--cores", ",".join(map(str, node.cores))]
+    if node.train_priority is not None:
+        arguments += ["--train-priority", str(node.train_priority)]
     ready = Probe("queue", nodectl_queue(node.id))
     return _python(f"node-{node.id}", state, ready, 2, "workers.node_agent", *arguments)
 

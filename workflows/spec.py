@@ -11,7 +11,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Tag = Literal["rollout", "train", "critic", "reference", "reward", "agent"]
@@ -36,6 +36,12 @@ class ModelSpec(Spec):
     """Text in front of a positional call, e.g. ``<call>``."""
     tool_close: str = ""
     """Text behind a positional call, e.g. ``</call>``."""
+
+    @model_validator(mode="after")
+    def _marks_of_calls(self) -> ModelSpec:
+        if self.tool_parser != "positional" and (self.tool_open or self.tool_close):
+            raise ValueError(f"tool_open and tool_close do nothing with tool_parser {self.tool_parser!r}: remove them")
+        return self
 
 
 class DataSpec(Spec):
@@ -65,6 +71,14 @@ class AgentSpec(Spec):
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to a Python agent as keyword arguments."""
 
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> AgentSpec:
+        if self.kind == "single_turn" and self.target is not None:
+            raise ValueError("target does nothing with kind 'single_turn': remove it, or say kind: python")
+        if self.kind != "python" and self.options:
+            raise ValueError(f"options do nothing with kind {self.kind!r}: only a Python agent takes them")
+        return self
+
 
 class RewardSpec(Spec):
     kind: Literal["python", "command"] = "python"
@@ -77,11 +91,18 @@ class RewardSpec(Spec):
 
 class SamplingSpec(Spec):
     temperature: float = Field(default=1.0, ge=0.0)
-    """Of the behaviour policy; the trainer divides its logits by the same number."""
+    """Of the behaviour policy, above 0; the trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Values below 1 make the engine's log-probs differ from the trainer's; keep 1 unless you correct for it."""
     max_tokens: int = Field(default=256, ge=1)
     """New tokens a turn, unless the agent asks for fewer."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_greedy(cls, value: float) -> float:
+        if value == 0:
+            raise ValueError("0 is greedy: all samples of a group are equal and nothing is learned; use 1")
+        return value
 
 
 class NodeSpec(Spec):
@@ -130,7 +151,8 @@ class AlgorithmSpec(Spec):
     dual_clip: float | None = Field(default=3.0, gt=1)
     """Bound of the loss where the advantage is negative; None switches it off."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
-    """``recompute``: the trainer's weights before the update give the old log-probs. ``engine``: those of sampling."""
+    """``recompute``: the trainer's weights before the update give the old log-probs. ``engine``: those of sampling.
+    A batch is one optimizer step, so with ``recompute`` the ratio is 1 and none of the clips acts."""
     importance_cap: float | None = Field(default=2.0, gt=0)
     """With ``recompute``: truncated importance weight exp(recomputed - engine), per token; None: no correction."""
     kl_coefficient: float = Field(default=0.0, ge=0)
@@ -175,7 +197,7 @@ class PipelineSpec(Spec):
     steps: int = Field(default=10, ge=1)
     """Policy updates."""
     max_staleness: int = Field(default=1, ge=0)
-    """How many updates old the weights that started a group may be when it is trained."""
+    """How many updates old the weights that started a group may be when it is trained; always 0 with ``naive``."""
     target_in_flight: int = Field(default=64, ge=1)
     """Sessions kept running."""
     batch_time_limit_s: float = Field(default=600.0, gt=0)
@@ -232,6 +254,8 @@ class RunSpec(Spec):
             )
         if self.agent.kind != "single_turn" and not self.agent.target:
             raise ValueError(f"agent.target is needed for agent.kind {self.agent.kind!r}")
+        if self.evaluation.every and self.data.held_out is None:
+            raise ValueError("evaluation.every needs held-out tasks: set data.held_out")
         return self
 
     def digest(self) -> str:

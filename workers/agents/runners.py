@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from storage.errors import ConfigError
 from workers.agents.command import CommandAgent, CommandReward
 from workers.agents.outcome import Runner
 from workers.agents.pool import ProcessPool, Setup
@@ -13,8 +12,6 @@ from workflows.spec import RunSpec
 def agent_runner(spec: RunSpec) -> Runner:
     """Runs sessions; its payloads are ``{"task", "llm": {"base_url", "api_key", "model"}}``."""
     agent = spec.agent
-    if agent.kind != "python" and agent.options:
-        raise ConfigError(f"agent.options: only a python agent takes options, not {agent.kind!r}: remove them")
     if agent.kind == "single_turn":
         return SingleTurn()
     target = agent.target or ""

@@ -15,9 +15,10 @@ from temporalio.client import Client
 
 from cli import probes, stack
 from cli.join import KEY_VARIABLES, join, prepare_namespace
-from cli.servers import SEARCH_ATTRIBUTES, Probe, program, temporal_service
+from cli.servers import SEARCH_ATTRIBUTES, Probe, node_service, program, temporal_service
 from storage.errors import ConfigError, DeadlineError
 from workers.cluster import ClusterConfig, StateFolder
+from workflows.spec import NodeSpec
 
 
 @pytest.fixture
@@ -106,6 +107,12 @@ def test_ports_are_kept_while_free_and_changed_when_taken(tmp_path: Path) -> Non
 
 def test_all_ports_of_a_cluster_differ() -> None:
     assert len(set(stack.choose_ports({"temporal": 0, "ui": 0}, {}).values())) == len(stack.PORT_NAMES)
+
+
+def test_a_node_agent_is_told_what_the_run_file_says_of_its_node(tmp_path: Path) -> None:
+    node = NodeSpec(id="n1", tags=frozenset({"rollout", "train"}), train_priority=2.5)
+    argv = " ".join(node_service(StateFolder(tmp_path), node).argv)
+    assert argv.endswith("--node n1 --tags rollout,train --train-priority 2.5")
 
 
 def test_a_missing_server_binary_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
