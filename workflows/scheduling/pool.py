@@ -44,6 +44,8 @@ class Node(Value):
     """Highest epoch ever granted on this node."""
     health: Health = "up"
     """``held``: taken away by hand. ``draining``: nothing is granted. ``leaving``: removed as soon as it is free."""
+    found_again: Health = "up"
+    """Health of a lost node once it is seen again: what a human took away stays away."""
     last_seen: float = 0.0
 
 
@@ -152,7 +154,8 @@ def add_node(pool: Pool, node: Node, now: float) -> Outcome:
     """A node registers, or registers again after its agent restarted: it keeps its lease and its epoch grows only."""
     known = pool.nodes.get(node.id)
     epoch = max(node.epoch, known.epoch) if known else node.epoch
-    health: Health = known.health if known and known.health in ("held", "draining") else "up"
+    before = _lasting_health(known) if known else "up"
+    health: Health = before if before in ("held", "draining") else "up"
     fresh = node.model_copy(update={"epoch": epoch, "health": health, "last_seen": now})
     return _settle(_with_node(pool, fresh), [])
 
@@ -160,8 +163,8 @@ def add_node(pool: Pool, node: Node, now: float) -> Outcome:
 def set_tags(pool: Pool, node: str, tags: frozenset[str]) -> Outcome:
     """Replace capability tags; a lease that needs a tag the node no longer has is revoked. A held node returns."""
     changed = pool.nodes[node].model_copy(update={"tags": tags})
-    if changed.health == "held":
-        changed = changed.model_copy(update={"health": "up"})
+    if _lasting_health(changed) == "held":
+        changed = changed.model_copy(update={"found_again" if changed.health == "lost" else "health": "up"})
     pool = _with_node(pool, changed)
     lease = pool.lease_of(node)
     if lease is None or lease.tag in tags:
@@ -195,7 +198,7 @@ def node_seen(pool: Pool, node: str, boot_id: str, now: float) -> Outcome:
     if known is None or known.boot_id != boot_id:
         return Outcome(pool, [])
     back = known.health == "lost"
-    seen = known.model_copy(update={"last_seen": now, **({"health": "up"} if back else {})})
+    seen = known.model_copy(update={"last_seen": now, "health": _lasting_health(known)})
     pool = _with_node(pool, seen)
     return _settle(pool, []) if back else Outcome(pool, [])
 
@@ -206,7 +209,8 @@ def node_lost(pool: Pool, node: str, reason: str) -> Outcome:
     if known is None or known.health == "lost":
         return Outcome(pool, [])
     health: Health = "leaving" if known.health == "leaving" else "lost"
-    pool = _explain(_with_node(pool, known.model_copy(update={"health": health})), f"node {node} is lost", reason)
+    lost = known.model_copy(update={"health": health, "found_again": known.health})
+    pool = _explain(_with_node(pool, lost), f"node {node} is lost", reason)
     lease = pool.lease_of(node)
     if lease is None:
         return _settle(pool, [])
@@ -238,7 +242,11 @@ def tick(pool: Pool, now: float, *, lost_after: float) -> Outcome:
 
 
 def request(pool: Pool, demand: Demand) -> Outcome:
-    """A demand arrives; one with a known ``request_id`` changes nothing."""
+    """A demand arrives; one with a known ``request_id`` changes nothing.
+
+    A standing demand takes the place of the one its run had for the same role:
+    a run that was terminated and started again asks anew.
+    """
     if demand.request_id in pool.demands or demand.request_id in pool.seen_requests:
         return Outcome(pool, [])
     demand = demand.model_copy(update={"arrived": pool.serial})
@@ -249,7 +257,17 @@ def request(pool: Pool, demand: Demand) -> Outcome:
             "seen_requests": (*pool.seen_requests, demand.request_id)[-KEPT_REQUESTS:],
         }
     )
-    return _settle(pool, [])
+    actions: list[Action] = []
+    for old in _replaced_by(pool, demand):
+        pool, more = withdraw(pool, old.request_id, f"run {demand.run} asks anew with {demand.request_id}")
+        actions += more
+    pool, more = _settle(pool, [])
+    return Outcome(pool, actions + more)
+
+
+def _replaced_by(pool: Pool, demand: Demand) -> list[Demand]:
+    same = [d for d in pool.demands.values() if (d.run, d.role, d.count) == (demand.run, demand.role, None)]
+    return [d for d in same if demand.count is None and d.request_id != demand.request_id]
 
 
 def withdraw(pool: Pool, request_id: str, reason: str) -> Outcome:
@@ -425,6 +443,10 @@ def _revoke(pool: Pool, lease: Lease, reason: str) -> Outcome:
     revoking = lease.model_copy(update={"state": "revoking"})
     pool = _explain(_with_lease(pool, revoking), f"revoked {lease.key}", reason)
     return Outcome(pool, [Revoke(lease=revoking, reason=reason)])
+
+
+def _lasting_health(node: Node) -> Health:
+    return node.found_again if node.health == "lost" else node.health
 
 
 def _with_node(pool: Pool, node: Node) -> Pool:

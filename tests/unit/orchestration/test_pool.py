@@ -43,6 +43,29 @@ def test_a_standing_demand_gets_every_node_with_its_tag_also_those_that_come_lat
     assert kinds(later) == [("grant", ("c",))]
 
 
+def test_a_run_that_asks_anew_gets_the_nodes_of_its_old_demand() -> None:
+    pool = pools.request(cluster(node("a", "rollout")), engines()).pool
+    again = pools.request(pool, engines().model_copy(update={"request_id": "r-engines-2"}))
+    assert kinds(again) == [("revoke", ("a",))]
+    granted = end(again.pool, "a")
+    assert kinds(granted) == [("grant", ("a",))]
+    assert [lease.request_id for lease in granted.pool.leases.values()] == ["r-engines-2"]
+    assert list(granted.pool.demands) == ["r-engines-2"]
+
+
+def test_a_drained_or_held_node_stays_away_when_it_was_lost_and_is_found_again() -> None:
+    pool = cluster(node("a", "rollout"), node("b", "rollout"), node("c", "rollout"))
+    pool = pools.drain(pool, "a").pool
+    pool = pools.preempt(pool, "b", "mine", hold=True).pool
+    for name in ("a", "b", "c"):
+        pool = pools.node_lost(pool, name, "power").pool
+    pool = pools.node_seen(pool, "a", "b1", now=1.0).pool
+    pool = pools.add_node(pool, node("b", "rollout"), now=1.0).pool
+    pool = pools.node_seen(pool, "c", "b1", now=1.0).pool
+    assert [pool.nodes[name].health for name in ("a", "b", "c")] == ["draining", "held", "up"]
+    assert kinds(pools.request(pool, engines())) == [("grant", ("c",))]
+
+
 def test_a_gang_revokes_lower_leases_and_is_granted_when_all_of_them_have_ended() -> None:
     pool = cluster(node("a", "rollout", "train"), node("b", "rollout", "train"), node("c", "rollout"))
     pool = pools.request(pool, engines()).pool
