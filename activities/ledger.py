@@ -62,14 +62,16 @@ class LedgerActivities:
         await asyncio.to_thread(self._ledger.set_run_state, spec.run, "running")
         lineage = (await asyncio.to_thread(self._ledger.run_info, spec.run)).lineage
         if await asyncio.to_thread(self._is_new, spec.run):
-            return RunStart(lineage=lineage, step=0, checkpoint=await self._checkpoint(spec.run), replay=())
-        return await self.rewind(RewindInput(run=spec.run, from_lineage=lineage))
+            checkpoint = await beating(self._checkpoint(spec.run))
+            return RunStart(lineage=lineage, step=0, checkpoint=checkpoint, replay=())
+        start = await self.rewind(RewindInput(run=spec.run, from_lineage=lineage))
+        return start.model_copy(update={"evaluations": await asyncio.to_thread(self._evaluations, spec.run)})
 
     @activity.defn(name="rewind")
     async def rewind(self, task: RewindInput) -> RunStart:
         """Give a lineage up; what it claimed but did not train is replayed in order under the next one."""
         steps = await asyncio.to_thread(self._ledger.rewind, task.run, task.from_lineage)
-        checkpoint = await self._checkpoint(task.run)
+        checkpoint = await beating(self._checkpoint(task.run))
         return RunStart(
             lineage=task.from_lineage + 1,
             step=checkpoint.version,
@@ -189,10 +191,20 @@ class LedgerActivities:
 
     async def _evaluated(self, task: EvaluationInput) -> EvaluationOutcome:
         while True:
-            result = await asyncio.to_thread(self._ledger.finish_evaluation, task.run, f"eval/{task.version}")
-            if result is not None:
-                return EvaluationOutcome(version=task.version, mean=result.mean, samples=result.n)
+            outcome = await asyncio.to_thread(self._outcome, task.run, task.version)
+            if outcome is not None:
+                return outcome
             await asyncio.sleep(POLL_S)
+
+    def _outcome(self, run: str, version: int) -> EvaluationOutcome | None:
+        result = self._ledger.finish_evaluation(run, f"eval/{version}")
+        return None if result is None else EvaluationOutcome(version=version, mean=result.mean, samples=result.n)
+
+    def _evaluations(self, run: str) -> tuple[EvaluationOutcome, ...]:
+        """Those an earlier execution of the run has ended, by version."""
+        names = (stream.split("/") for stream in self._ledger.streams(run) if stream != TRAIN)
+        found = (self._outcome(run, version) for version in sorted(int(name[1]) for name in names))
+        return tuple(outcome for outcome in found if outcome is not None)
 
     async def _checkpoint(self, run: str) -> CheckpointRef:
         found = await asyncio.to_thread(self._ledger.latest_checkpoint, run)
@@ -220,17 +232,9 @@ class LedgerActivities:
         self, run: str, stream: str, *, paused: bool | None = None, target_in_flight: int | None = None
     ) -> None:
         try:
-            now = self._ledger.admission(run, stream)
+            self._ledger.change_admission(run, stream, paused=paused, target_in_flight=target_in_flight)
         except NotFoundError:  # nothing was admitted yet; the first step brings the new values
             return
-        self._ledger.set_admission(
-            run,
-            stream,
-            admit_until=now.admit_until,
-            target_in_flight=now.target_in_flight if target_in_flight is None else target_in_flight,
-            samples_per_task=now.samples_per_task,
-            paused=now.paused if paused is None else paused,
-        )
 
     def _commit(self, task: CommitInput) -> None:
         checkpoint = task.checkpoint

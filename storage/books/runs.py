@@ -89,6 +89,28 @@ class Runs(Part):
             else:
                 connection.execute(streams.update().where(here).values(**values))
 
+    def change_admission(
+        self,
+        run: str,
+        stream: str,
+        *,
+        admit_until: int | None = None,
+        target_in_flight: int | None = None,
+        paused: bool | None = None,
+    ) -> None:
+        """Change some limits and leave the others, so that those who change different ones do not undo each other.
+
+        Raises:
+            NotFoundError: the stream was never admitted.
+        """
+        given = {"admit_until": admit_until, "target_in_flight": target_in_flight, "paused": paused}
+        values = {name: value for name, value in given.items() if value is not None}
+        with self._db.write() as connection:
+            lock_run(connection, run)
+            stream_row(connection, run, stream)
+            here = (streams.c.run == run) & (streams.c.stream == stream)
+            connection.execute(streams.update().where(here).values(**values))
+
     def admission(self, run: str, stream: str) -> Admission:
         """Raises NotFoundError where ``set_admission`` was never called."""
         with self._db.read() as connection:
