@@ -11,6 +11,8 @@ lock() { # role, further options
     local role=$1
     shift
     local output="requirements/$role.lock"
+    # Versions stay as they are unless asked for anew, as in: requirements/lock.sh --upgrade
+    [ ! -f "$output" ] || cp "$output" "$output.new"
     "$compile" --quiet --extra "$role" --generate-hashes --strip-extras --allow-unsafe \
         --unsafe-package torch --unsafe-package seamlessflow --no-emit-options --no-emit-index-url \
         --no-emit-find-links --no-emit-trusted-host --no-header "$@" --output-file "$output.new" pyproject.toml

@@ -29,7 +29,7 @@ FORBIDDEN = {
     "workers/trainer/launch.py": HEAVY,
     "workers/trainer/client.py": HEAVY,
     "workers/control.py": HEAVY,
-    "workers/node_agent.py": HEAVY,
+    "workers/node_agent": HEAVY,
     "workers/agents": HEAVY,
     "activities": HEAVY,
     "cli": HEAVY,
