@@ -70,6 +70,7 @@ def package_of(path: Path) -> tuple[str, ...]:
     return path.relative_to(ROOT).parent.parts
 
 
+@functools.cache
 def ours(name: str) -> Path | None:
     """File of a module of this project; None for others and for names within modules."""
     if name.split(".")[0] not in PACKAGES:
