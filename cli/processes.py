@@ -1,6 +1,6 @@
-"""Processes known by pid *and* start time, so that a reused pid is never taken for ours.
+"""Finding and ending processes that others noted down by pid *and* start time.
 
-Node agents and trainer ranks write the same two fields, ``pid`` and ``start_time``, into their residency files.
+Node agents and trainer ranks write both into their residency files, the supervisor into ``services.json``.
 """
 
 from __future__ import annotations
@@ -14,48 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-START_TOLERANCE_S = 2.0
-"""Two readings of one process's start time may differ by the clock's adjustment, never by this much."""
+from workers.residency import ProcessRef
 
 
-class ProcessRecord(BaseModel):
-    """Identity of a process; other fields of the file belong to its writer."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    pid: int
-    start_time: float
-    """Seconds since the epoch, as psutil gives it."""
-
-    @classmethod
-    def of(cls, pid: int) -> ProcessRecord:
-        """Raises :class:`psutil.NoSuchProcess` if it is gone."""
-        return cls(pid=pid, start_time=psutil.Process(pid).create_time())
-
-    def alive(self) -> bool:
-        """Whether this very process still runs (a zombie does not)."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.start_time) < START_TOLERANCE_S
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signal the process and, where it leads its own group, its children too."""
-        if not self.alive():
-            return
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(self.pid) == self.pid:
-                os.killpg(self.pid, number)
-            else:
-                os.kill(self.pid, number)
-
-
-def records_in(path: Path) -> list[ProcessRecord]:
+def records_in(path: Path) -> list[ProcessRef]:
     """Every process that a residency file speaks of, however it is nested there.
 
     *Example*: ``gang.json`` holds ``{"gang": ..., "processes": [{"pid": 7, "start_time": 1.5}]}``.
@@ -72,8 +36,19 @@ def records_in(path: Path) -> list[ProcessRecord]:
         elif isinstance(item, dict):
             todo.extend(item.values())
             with contextlib.suppress(ValidationError):
-                found.append(ProcessRecord.model_validate(item))
+                found.append(ProcessRef.model_validate({k: item[k] for k in ProcessRef.model_fields if k in item}))
     return found
+
+
+def signal_group(process: ProcessRef, number: signal.Signals) -> None:
+    """Signal the process and, where it leads its own group, its children too."""
+    if not process.alive():
+        return
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid, number)
 
 
 def write_json(path: Path, data: object) -> None:
@@ -83,35 +58,27 @@ def write_json(path: Path, data: object) -> None:
     temporary.replace(path)
 
 
-def stop_processes(records: Iterable[ProcessRecord], grace_s: float) -> int:
+def stop_processes(records: Iterable[ProcessRef], grace_s: float) -> int:
     """SIGTERM all of them together, SIGKILL those that are left after ``grace_s``; the number that were running."""
     running = [record for record in records if record.alive()]
     for record in running:
         # A parked engine is stopped (SIGSTOP): it takes SIGTERM only once it runs again.
-        record.signal_group(signal.SIGTERM)
-        record.signal_group(signal.SIGCONT)
+        signal_group(record, signal.SIGTERM)
+        signal_group(record, signal.SIGCONT)
     wait_gone(running, grace_s)
     for record in running:
-        record.signal_group(signal.SIGKILL)
+        signal_group(record, signal.SIGKILL)
     wait_gone(running, 10.0)
     return len(running)
 
 
-def wait_gone(records: Iterable[ProcessRecord], limit_s: float) -> bool:
+def wait_gone(records: Iterable[ProcessRef], limit_s: float) -> bool:
     """Whether all of them ended within ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     left = list(records)
     while left:
-        _reap(left)
         left = [record for record in left if record.alive()]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return not left
-
-
-def _reap(records: Iterable[ProcessRecord]) -> None:
-    """Collect those that are children of this process; others are reaped by their own parent."""
-    for record in records:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(record.pid, os.WNOHANG)

@@ -25,10 +25,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cli.processes import ProcessRecord, records_in, stop_processes, wait_gone, write_json
+from cli.processes import records_in, signal_group, stop_processes, wait_gone, write_json
 from cli.servers import base_environment
 from storage.errors import ConfigError, DeadlineError, SeamlessFlowError
 from workers.cluster import ClusterConfig, Secrets, StateFolder
+from workers.residency import ProcessRef
 from workflows.spec import NodeSpec
 
 LOCK = "supervisor.lock"
@@ -53,7 +54,7 @@ class ServiceStatus(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     state: Literal["waiting", "starting", "ready", "restarting", "failed", "stopped"] = "waiting"
-    process: ProcessRecord | None = None
+    process: ProcessRef | None = None
     restarts: int = 0
     last_exit: str = ""
     """How its last process ended. *Example*: ``killed by SIGKILL``."""
@@ -64,7 +65,7 @@ class StackStatus(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    supervisor: ProcessRecord
+    supervisor: ProcessRef
     phase: Literal["starting", "running", "stopping", "stopped", "failed"] = "starting"
     error: str = ""
     services: dict[str, ServiceStatus] = {}
@@ -117,7 +118,7 @@ def up(
         raise DeadlineError(f"another `up` of {state.root} did not end within {limit_s:.0f} s") from None
 
 
-def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> ProcessRecord:
+def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> ProcessRef:
     """Prepare the folder and start its supervisor, which outlives this process."""
     stop_leftovers(state)
     write_cluster(state, ports)
@@ -134,7 +135,7 @@ def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> Pro
             start_new_session=True,
         )
     process.returncode = 0  # it is not waited for by this object
-    return ProcessRecord.of(process.pid)
+    return ProcessRef.of(process.pid)
 
 
 def down(state: StateFolder) -> int:
@@ -146,7 +147,7 @@ def down(state: StateFolder) -> int:
     count = 0
     if status and running(state):
         count = 1 + sum(1 for row in status.services.values() if row.process and row.process.alive())
-        status.supervisor.signal_group(signal.SIGTERM)
+        signal_group(status.supervisor, signal.SIGTERM)
         if not wait_gone([status.supervisor], STOP_LIMIT_S):
             raise DeadlineError(
                 f"the supervisor (pid {status.supervisor.pid}) did not stop within {STOP_LIMIT_S:.0f} s: "
@@ -202,8 +203,12 @@ def stop_leftovers(state: StateFolder) -> int:
 
 def stop_residents(state: StateFolder, grace_s: float = 5.0) -> int:
     """End the resident engines and trainer ranks that the node agents noted down; the number that still ran."""
-    files = sorted(state.root.glob("nodes/*/*.json"))
-    return stop_processes({record for file in files for record in records_in(file)}, grace_s)
+    return stop_processes(residents(state), grace_s)
+
+
+def residents(state: StateFolder) -> set[ProcessRef]:
+    """Engines and trainer ranks that the node agents noted down, dead ones included."""
+    return {record for file in state.root.glob("nodes/*/*.json") for record in records_in(file)}
 
 
 def write_cluster(state: StateFolder, given: Mapping[str, int]) -> ClusterConfig:
@@ -324,7 +329,7 @@ def _secrets(state: StateFolder) -> Secrets:
 
 
 def _wait_ready(
-    state: StateFolder, supervisor: ProcessRecord | None, say: Callable[[str], None], limit_s: float
+    state: StateFolder, supervisor: ProcessRef | None, say: Callable[[str], None], limit_s: float
 ) -> StackStatus:
     """``supervisor``: the one just started, which may not hold the lock yet."""
     deadline = time.monotonic() + limit_s

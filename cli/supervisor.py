@@ -2,8 +2,8 @@
 
 Services start stage by stage, each stage when the one before is ready. One that ends is started again with
 growing pauses, and every end is logged. SIGTERM or SIGINT stops the stages in reverse, and after the node
-agents the resident engines and ranks. A service that cannot even start once fails the whole cluster: nothing
-is started by halves.
+agents the resident engines and ranks; so does the removal of the state folder, from which nothing could go on.
+A service that cannot even start once fails the whole cluster: nothing is started by halves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from cli import probes
-from cli.processes import ProcessRecord
+from cli.processes import stop_processes
 from cli.servers import Service, base_environment, services
 from cli.stack import (
     LOCK,
@@ -30,11 +30,12 @@ from cli.stack import (
     StackStatus,
     locked,
     log_tail,
+    residents,
     stop_leftovers,
-    stop_residents,
 )
 from storage.errors import DeadlineError, SeamlessFlowError
 from workers.cluster import StateFolder
+from workers.residency import ProcessRef
 
 log = logging.getLogger("supervisor")
 
@@ -42,6 +43,9 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 15.0
 STEADY_S = 20.0
 """A service that ran this long starts again with the shortest pause."""
+FOLDER_EVERY_S = 1.0
+"""How often it is asked whether the state folder is still there."""
+RESIDENTS_GRACE_S = 5.0
 START_ATTEMPTS = 3
 """Times a service may end before it was ever ready; then the cluster fails."""
 
@@ -56,26 +60,64 @@ class Supervisor:
     def __init__(self, state: StateFolder, todo: list[Service]) -> None:
         self.state = state
         self.todo = todo
-        self.status = StackStatus(supervisor=ProcessRecord.of(os.getpid()))
+        self.status = StackStatus(supervisor=ProcessRef.of(os.getpid()))
         self.status.services = {service.name: ServiceStatus() for service in todo}
         self.stopping = asyncio.Event()
         self._tasks: list[tuple[Service, asyncio.Task[None]]] = []
+        self._folder = state.root.stat().st_ino
+        self._residents: set[ProcessRef] = set()
 
     async def run(self) -> None:
         """Start everything, keep it running, stop it. Raises :class:`ServiceFailed` if a service never gets ready."""
-        self.status.write(self.state)
+        self._write()
+        watch = asyncio.create_task(self._watch_folder(), name="watch the state folder")
         try:
             await self._start_all()
             if not self.stopping.is_set():
                 self.status.phase = "running"
-                self.status.write(self.state)
+                self._write()
                 log.info("all services are ready")
-                await self.stopping.wait()
+                await self._until_stopped()
         except ServiceFailed as error:
             self.status.error = str(error)
             raise
         finally:
+            watch.cancel()
             await self._stop_all()
+
+    async def _until_stopped(self) -> None:
+        """Wait for the stop. A keeper that ends by itself has a defect, which must not pass for a running cluster."""
+        stop = asyncio.create_task(self.stopping.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {stop, *(task for _, task in self._tasks)}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done - {stop}:
+                if (error := task.exception()) is not None:
+                    raise ServiceFailed(f"{task.get_name()} is not kept running any more: {error}") from error
+        finally:
+            stop.cancel()
+
+    async def _watch_folder(self) -> None:
+        """Stop when the state folder is gone; until then remember who lives in it, since its notes go with it."""
+        while self._folder_is_there():
+            found = self._residents | await asyncio.to_thread(residents, self.state)
+            self._residents = {process for process in found if process.alive()}
+            await asyncio.sleep(FOLDER_EVERY_S)
+        log.error("%s was removed while its cluster runs: everything is stopped", self.state.root)
+        self.stopping.set()
+
+    def _folder_is_there(self) -> bool:
+        try:
+            (self.state.root / "cluster.json").stat()
+            return self.state.root.stat().st_ino == self._folder
+        except FileNotFoundError:
+            return False
+
+    def _write(self) -> None:
+        if self._folder_is_there():
+            with contextlib.suppress(FileNotFoundError):  # removed this moment
+                self.status.write(self.state)
 
     async def _start_all(self) -> None:
         stop = asyncio.create_task(self.stopping.wait())
@@ -140,7 +182,7 @@ class Supervisor:
                 start_new_session=True,
             )
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
-            row.process = ProcessRecord.of(process.pid)
+            row.process = ProcessRef.of(process.pid)
         self._set(row, "starting")
         log.info("%s runs as pid %d", service.name, process.pid)
         return process
@@ -168,13 +210,14 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         self.status.phase = "stopping"
-        self.status.write(self.state)
+        self._write()
         for stage in sorted({service.stage for service, _ in self._tasks}, reverse=True):
             await asyncio.gather(*(self._stop(*pair) for pair in self._tasks if pair[0].stage == stage))
             # Where there are node agents, they are in the last stage: nothing can start a resident process any more.
-            await asyncio.to_thread(stop_residents, self.state)
+            found = self._residents | await asyncio.to_thread(residents, self.state)
+            await asyncio.to_thread(stop_processes, found, RESIDENTS_GRACE_S)
         self.status.phase = "failed" if self.status.error else "stopped"
-        self.status.write(self.state)
+        self._write()
 
     async def _stop(self, service: Service, task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -187,7 +230,7 @@ class Supervisor:
 
     def _set(self, row: ServiceStatus, value: str) -> None:
         row.state = value  # type: ignore[assignment]  # one of the literals above
-        self.status.write(self.state)
+        self._write()
 
 
 async def _all(events: list[asyncio.Event]) -> None:

@@ -22,6 +22,8 @@ from storage.errors import FencedError
 from workflows.messages import WeightsRef
 
 POLL_S = 0.05
+START_TOLERANCE_S = 2.0
+"""Two readings of one process's start time may differ by the clock's adjustment, never by this much."""
 TERM_LIMIT_S = 5.0
 
 
@@ -32,6 +34,7 @@ class ProcessRef(BaseModel):
 
     pid: int
     start_time: float
+    """Seconds since the epoch, as psutil gives it."""
 
     @classmethod
     def of(cls, pid: int) -> Self:
@@ -42,7 +45,7 @@ class ProcessRef(BaseModel):
         """Whether this very process runs; a zombie of ours is reaped and counts as dead."""
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.start_time) > 0.01:
+            if abs(process.create_time() - self.start_time) > START_TOLERANCE_S:
                 return False
             if process.status() != psutil.STATUS_ZOMBIE:
                 return True

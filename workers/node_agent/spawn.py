@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from storage.errors import ConfigError
 from workers.residency import ProcessRef
 
@@ -37,7 +35,7 @@ def spawn(
             )
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be started: {error.strerror or error}") from None
-    reference = ProcessRef(pid=process.pid, start_time=psutil.Process(process.pid).create_time())
+    reference = ProcessRef.of(process.pid)
     process.returncode = 0  # it is not waited for here: residency reaps it, also after a restart of this process
     if cores:
         _pin(process.pid, cores)

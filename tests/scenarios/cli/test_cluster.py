@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cli import stack
-from cli.processes import ProcessRecord, wait_gone
+from cli.processes import signal_group, wait_gone
 from storage.errors import ConfigError
 from workers.cluster import StateFolder
+from workers.residency import ProcessRef
 from workflows.spec import NodeSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -37,7 +38,7 @@ def start(state: StateFolder) -> stack.StackStatus:
     return stack.up(state, NODES, say=lambda line: None)
 
 
-def processes(status: stack.StackStatus) -> dict[str, ProcessRecord]:
+def processes(status: stack.StackStatus) -> dict[str, ProcessRef]:
     return {name: row.process for name, row in status.services.items() if row.process is not None}
 
 
@@ -61,7 +62,7 @@ def test_after_a_kill_of_the_whole_tree_up_starts_it_anew_with_the_same_addresse
     addresses = state.cluster()
     everything = [before.supervisor, *processes(before).values()]
     for record in everything:
-        record.signal_group(signal.SIGKILL)
+        signal_group(record, signal.SIGKILL)
     assert wait_gone(everything, 30)
     after = start(state)
     assert {name for name, row in after.services.items() if row.state == "ready"} == SERVICES
@@ -71,7 +72,7 @@ def test_after_a_kill_of_the_whole_tree_up_starts_it_anew_with_the_same_addresse
 
 def test_services_that_outlived_a_killed_supervisor_are_ended_before_new_ones_start(state: StateFolder) -> None:
     before = start(state)
-    before.supervisor.signal_group(signal.SIGKILL)
+    signal_group(before.supervisor, signal.SIGKILL)
     assert wait_gone([before.supervisor], 30)
     orphans = processes(before)
     assert all(record.alive() for record in orphans.values())

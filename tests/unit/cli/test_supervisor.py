@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from cli import stack
-from cli.processes import ProcessRecord, wait_gone, write_json
+from cli.processes import wait_gone, write_json
 from cli.servers import Probe, Service
 from cli.supervisor import ServiceFailed, Supervisor, describe_exit
 from workers.cluster import ClusterConfig, Secrets, StateFolder
+from workers.residency import ProcessRef
 
 SERVE = "import http.server, sys; http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), {handler}).serve_forever()"
 HANDLER = (
@@ -88,6 +89,27 @@ async def test_a_service_that_is_killed_runs_again_and_the_status_says_how_it_en
     await running
 
 
+async def test_everything_stops_when_the_state_folder_is_removed(
+    state: StateFolder, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    engine = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+    resident = ProcessRef.of(engine.pid)
+    state.node("n0").mkdir(parents=True)
+    write_json(state.node("n0") / "engine.json", resident.model_dump())
+    supervisor = Supervisor(state, [server("service")])
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: supervisor.status.phase == "running", "ready")
+    service = supervisor.status.services["service"].process
+    assert service is not None
+    state.root.rename(tmp_path_factory.mktemp("removed") / "state")
+    state.root.mkdir()  # another cluster may be made there at once
+    await asyncio.wait_for(running, 60)
+    assert not service.alive()
+    assert not resident.alive()
+    assert list(state.root.iterdir()) == [], "the new folder is not ours"
+    await engine.wait()
+
+
 async def test_a_service_that_never_gets_ready_fails_the_cluster_and_leaves_nothing_running(state: StateFolder) -> None:
     broken = Service(
         "broken", (sys.executable, "-c", "raise SystemExit('no such model')"), Probe("http", "http://127.0.0.1:9/")
@@ -117,7 +139,7 @@ async def test_children_of_a_service_end_with_it(state: StateFolder, tmp_path: P
     supervisor = Supervisor(state, [service])
     running = asyncio.create_task(supervisor.run())
     await until(lambda: supervisor.status.phase == "running", "ready")
-    record = ProcessRecord.of(int(note.read_text()))
+    record = ProcessRef.of(int(note.read_text()))
     supervisor.stopping.set()
     await running
     assert wait_gone([record], 5)
@@ -125,8 +147,8 @@ async def test_children_of_a_service_end_with_it(state: StateFolder, tmp_path: P
 
 async def test_what_a_killed_supervisor_left_is_stopped_before_new_services_start(state: StateFolder) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
-    record = ProcessRecord.of(process.pid)
-    left = stack.StackStatus(supervisor=ProcessRecord(pid=2**22 - 1, start_time=0.0), phase="running")
+    record = ProcessRef.of(process.pid)
+    left = stack.StackStatus(supervisor=ProcessRef(pid=2**22 - 1, start_time=0.0), phase="running")
     left.services["orphan"] = stack.ServiceStatus(state="ready", process=record)
     left.write(state)
     assert not stack.running(state)
@@ -138,13 +160,13 @@ async def test_what_a_killed_supervisor_left_is_stopped_before_new_services_star
 async def test_down_ends_resident_engines_and_ranks_but_no_stranger_that_got_the_pid(state: StateFolder) -> None:
     engine = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
     stranger = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
-    engine_record, stranger_record = ProcessRecord.of(engine.pid), ProcessRecord.of(stranger.pid)
+    engine_record, stranger_record = ProcessRef.of(engine.pid), ProcessRef.of(stranger.pid)
     folder = state.node("n0")
     folder.mkdir(parents=True)
     write_json(folder / "engine.json", {**engine_record.model_dump(), "port": 1, "epoch": 3})
     write_json(folder / "rank-0.json", {"pid": stranger.pid, "start_time": stranger_record.start_time - 1000})
     rank = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
-    rank_record = ProcessRecord.of(rank.pid)
+    rank_record = ProcessRef.of(rank.pid)
     write_json(folder / "gang.json", {"gang": "g1", "processes": [rank_record.model_dump()]})
     (folder / "torn.json").write_text('{"pid": ')
     assert await asyncio.to_thread(stack.down, state) == 2
@@ -159,7 +181,7 @@ async def test_a_parked_engine_is_ended_although_it_is_stopped(state: StateFolde
     engine = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
     os.kill(engine.pid, signal.SIGSTOP)
     state.node("n0").mkdir(parents=True)
-    write_json(state.node("n0") / "engine.json", ProcessRecord.of(engine.pid).model_dump())
+    write_json(state.node("n0") / "engine.json", ProcessRef.of(engine.pid).model_dump())
     assert await asyncio.to_thread(stack.stop_residents, state) == 1
     assert await engine.wait() == -signal.SIGTERM
 
