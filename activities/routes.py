@@ -20,6 +20,7 @@ class RouteActivities:
         """Open or hold a lease's route."""
         await self._proxy.put_route(
             route.lease,
+            run=route.run,
             node=route.node,
             url=route.url,
             epoch=route.epoch,

@@ -176,9 +176,9 @@ class ControlClient:
 
     # Sessions of remote agents
 
-    async def create_session(self, run: str, **policy: Any) -> dict[str, Any]:
+    async def create_session(self, run: str) -> dict[str, Any]:
         """A session outside the sample queue: ``{"session", "api_key", "base_url", "model"}``."""
-        return cast(dict[str, Any], await self._call("POST", "/control/sessions", {"run": run, **policy}))
+        return cast(dict[str, Any], await self._call("POST", "/control/sessions", {"run": run}))
 
     async def session(self, session: str) -> dict[str, Any]:
         """The session's turns, outcomes and tree, for inspection."""
@@ -191,13 +191,14 @@ class ControlClient:
     # Routes
 
     async def routes(self) -> list[dict[str, Any]]:
-        """Every route: lease, node, url, engine_kind, epoch, version, state, live."""
+        """Every route: lease, run, node, url, engine_kind, epoch, version, state, live."""
         return cast(list[dict[str, Any]], await self._call("GET", "/control/routes"))
 
     async def put_route(
         self,
         lease: str,
         *,
+        run: str,
         node: str,
         url: str,
         epoch: int,
@@ -205,12 +206,13 @@ class ControlClient:
         state: RouteState,
         engine_kind: str = "embedded",
     ) -> None:
-        """Set a route; returns once it is in force.
+        """Set a route for the generations of ``run``; returns once it is in force.
 
         ``held``: nothing new starts on it. ``closed``: its generations were cut
         and continue elsewhere. Raises FencedError for an epoch out of date.
         """
         body = {
+            "run": run,
             "node": node,
             "url": url,
             "epoch": epoch,

@@ -75,6 +75,7 @@ class SessionBody(_Body):
 
 
 class RouteBody(_Body):
+    run: str
     node: str
     url: str
     epoch: int
@@ -210,7 +211,7 @@ def _add_routes(app: FastAPI, service: Service, key: list[Any]) -> None:
 
     @app.put("/control/routes/{lease:path}", dependencies=key)
     async def put(lease: str, body: RouteBody) -> dict[str, str]:
-        await routes.put(Route(lease, body.node, body.url, body.engine_kind, body.epoch, body.version, body.state))
+        await routes.put(Route(lease=lease, **body.model_dump()))
         return {"lease": lease, "state": body.state}
 
     @app.delete("/control/routes/{lease:path}", dependencies=key)

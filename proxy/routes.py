@@ -1,8 +1,9 @@
 """Which engine may take the next generation, and who is on each.
 
 The table is written to the ledger before it is in force, so it survives a
-restart. A route belongs to a lease; a newer epoch of its node replaces it, an
-older one is refused. *held* stops new starts, *closed* also cuts what runs.
+restart. A route belongs to a lease, and serves one run; a newer epoch of its
+node replaces it, an older one is refused. *held* stops new starts, *closed*
+also cuts what runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from proxy.meter import BusyMeter
@@ -98,29 +99,18 @@ class RouteTable:
             await self._drained([entry])
             await entry.engine.close()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Every route with its number of live generations."""
-        return [
-            {
-                "lease": entry.route.lease,
-                "node": entry.route.node,
-                "url": entry.route.url,
-                "engine_kind": entry.route.engine_kind,
-                "epoch": entry.route.epoch,
-                "version": entry.route.version,
-                "state": entry.route.state,
-                "live": len(entry.uses),
-            }
-            for entry in self._entries.values()
-        ]
+    def describe(self, run: str | None = None) -> list[dict[str, Any]]:
+        """Every route, or those of one run, with its number of live generations."""
+        chosen = [entry for entry in self._entries.values() if run in (None, entry.route.run)]
+        return [{**asdict(entry.route), "live": len(entry.uses)} for entry in chosen]
 
     async def acquire(self, run: str, affinity: str | None, deadline: float, what: str) -> RouteUse:
-        """The best open route, now or as soon as there is one; ``deadline`` is monotonic time.
+        """The best open route of ``run``, now or as soon as there is one; ``deadline`` is monotonic time.
 
         Raises DeadlineError naming ``what`` waited.
         """
         while True:
-            entry = self._choose(affinity)
+            entry = self._choose(run, affinity)
             if entry is not None:
                 use = RouteUse(run, entry.route, entry.engine, entry)
                 entry.uses.add(use)
@@ -185,14 +175,16 @@ class RouteTable:
                     f"after {DRAIN_LIMIT_S:g} s"
                 ) from None
 
-    def _choose(self, affinity: str | None) -> _Entry | None:
-        candidates = [entry for entry in self._entries.values() if entry.route.state == "open"]
+    def _choose(self, run: str, affinity: str | None) -> _Entry | None:
+        candidates = [
+            entry for entry in self._entries.values() if (entry.route.run, entry.route.state) == (run, "open")
+        ]
         if not candidates:
             return None
         now = time.monotonic()
         best = min(candidates, key=lambda entry: (entry.suspect_until > now, len(entry.uses)))
-        favourite = self._entries.get(affinity) if affinity else None
-        if favourite is None or favourite.route.state != "open" or favourite.suspect_until > now:
+        favourite = next((entry for entry in candidates if entry.route.lease == affinity), None)
+        if favourite is None or favourite.suspect_until > now:
             return best
         return favourite if len(favourite.uses) <= len(best.uses) + AFFINITY_SLACK else best
 

@@ -86,7 +86,7 @@ class Status:
             "generations_in_flight": sum(session.running() for session in live),
             "turns": self._counters.turns.get(name, 0),
             "forks": self._counters.forks.get(name, 0),
-            "routes": self._routes.describe(),
+            "routes": self._routes.describe(name),
         }
 
     def session(self, session: Session) -> dict[str, Any]:

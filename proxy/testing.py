@@ -148,11 +148,12 @@ class ProxyServer:
         await asyncio.to_thread(self._journal.close)
         await asyncio.to_thread(self._ledger.close)
 
-    async def open_route(self, url: str, *, lease: str = "lease-a", epoch: int = 1, version: int = 0) -> None:
-        """Let generations start on the engine at ``url``; the node is called ``node-<lease>``."""
-        await self.control.put_route(
-            lease, node=f"node-{lease}", url=url, epoch=epoch, version=version, state="open", engine_kind="scripted"
-        )
+    async def open_route(
+        self, url: str, *, run: str = "demo", lease: str = "lease-a", epoch: int = 1, version: int = 0
+    ) -> None:
+        """Let generations of ``run`` start on the engine at ``url``; the node is called ``node-<lease>``."""
+        route = {"node": f"node-{lease}", "url": url, "engine_kind": "scripted"}
+        await self.control.put_route(lease, run=run, **route, epoch=epoch, version=version, state="open")
 
 
 def _engine(route: Route) -> Engine:

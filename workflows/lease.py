@@ -353,6 +353,7 @@ class _EngineRole:
     def _route(self) -> RouteInput:
         task = self.lease.task
         return RouteInput(
+            run=task.run,
             lease=task.lease,
             epoch=task.epoch,
             node=self.node,

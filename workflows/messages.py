@@ -521,8 +521,9 @@ class TrainInterval(Message):
 
 
 class RouteInput(Message):
-    """Input of ``put_route`` and ``close_route``."""
+    """Input of ``put_route`` and ``close_route``: an engine that serves the weights of ``run``."""
 
+    run: str
     lease: str
     epoch: int
     node: str

@@ -271,9 +271,10 @@ class AuditEntry:
 
 @dataclass(frozen=True)
 class Route:
-    """Where generations may start: an engine, by the lease that owns it."""
+    """Where generations of a run may start: an engine that serves its weights, by the lease that owns it."""
 
     lease: str
+    run: str
     node: str
     url: str
     engine_kind: str

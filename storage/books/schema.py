@@ -18,7 +18,7 @@ from sqlalchemy import (
     text,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the schema; a database of another version is refused."""
 
 metadata = MetaData()
@@ -179,6 +179,7 @@ routes = Table(
     "routes",
     metadata,
     Column("lease", String, primary_key=True),
+    Column("run", String, nullable=False),
     Column("node", String, nullable=False),
     Column("url", String, nullable=False),
     Column("engine_kind", String, nullable=False),

@@ -96,7 +96,7 @@ class Routes:
 
     async def acquire(self, run: str, affinity: str | None, deadline: float, what: str) -> RouteUse:
         assert deadline > time.monotonic()
-        route = Route("lease", "node", "http://engine", "scripted", 1, 0, "open")
+        route = Route("lease", run, "node", "http://engine", "scripted", 1, 0, "open")
         return RouteUse(run, route, self._engine, None)  # type: ignore[arg-type]
 
     def release(self, use: RouteUse, *, suspect: bool = False) -> None:

@@ -62,7 +62,7 @@ async def test_closing_a_route_moves_what_runs_on_it_and_returns_when_it_is_gone
         await until(sent(bench.engine, 5), "five tokens on the first engine")
         await bench.proxy.open_route(other.url, lease="lease-b", version=1)
         await bench.proxy.control.put_route(
-            "lease-a", node="node-lease-a", url=bench.engine.url, epoch=1, version=0, state="closed"
+            "lease-a", run="demo", node="node-lease-a", url=bench.engine.url, epoch=1, version=0, state="closed"
         )
         routes = {route["lease"]: route["live"] for route in await bench.proxy.control.routes()}
         assert routes["lease-a"] == 0
@@ -78,7 +78,7 @@ async def test_a_held_route_lets_what_runs_go_on_and_starts_nothing_new(start_be
     bench = await start_bench(Play(HELLO, fault=Fault("stall", 5)), Play(toy_ids("second")))
     first = asyncio.create_task(bench.ask())
     await until(sent(bench.engine, 5), "five tokens")
-    hold = {"node": "node-lease-a", "url": bench.engine.url, "epoch": 1, "engine_kind": "scripted"}
+    hold = {"run": "demo", "node": "node-lease-a", "url": bench.engine.url, "epoch": 1, "engine_kind": "scripted"}
     await bench.proxy.control.put_route("lease-a", **hold, version=0, state="held")
     second = asyncio.create_task(bench.ask())
     await bench.engine.release()
@@ -96,6 +96,23 @@ async def test_42_every_request_is_salted_with_the_version_of_its_route(start_be
     await bench.proxy.open_route(bench.engine.url, version=1)
     await client.chat.completions.create(**body)
     assert [request.salt.strip("\0") for request in bench.engine.requests] == ["wv:0", "wv:1"]
+
+
+async def test_a_generation_only_starts_on_an_engine_that_serves_its_run(start_bench, spec_for, until):
+    bench = await start_bench(route=False)
+    control = bench.proxy.control
+    await control.create_run("other", {**spec_for(bench.folder), "run": "other"}, "digest")
+    async with ScriptedEngine([Play(toy_ids("other"))], vocab_size=259) as engine:
+        await bench.proxy.open_route(engine.url, run="other", lease="lease-b")
+        waiting = asyncio.create_task(bench.ask())
+        stranger = bench.client_of(await control.create_session("other"))
+        body = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+        assert (await stranger.chat.completions.create(**body)).choices[0].message.content == "other"
+        assert not waiting.done()
+        await bench.proxy.open_route(bench.engine.url)
+        await waiting
+        assert (len(bench.engine.requests), len(engine.requests)) == (1, 1)
+    assert [route["run"] for route in (await control.run_status("demo"))["routes"]] == ["demo"]
 
 
 async def test_a_second_turn_returns_to_the_engine_that_has_its_prefix(start_bench):
@@ -123,7 +140,7 @@ async def test_a_route_of_an_old_epoch_is_refused(start_bench):
     node = "node-lease-new"
     with pytest.raises(FencedError, match="epoch"):
         await bench.proxy.control.put_route(
-            "lease-old", node=node, url=bench.engine.url, epoch=2, version=0, state="open"
+            "lease-old", run="demo", node=node, url=bench.engine.url, epoch=2, version=0, state="open"
         )
 
 

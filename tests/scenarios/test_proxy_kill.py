@@ -65,7 +65,7 @@ async def test_a_killed_proxy_loses_no_token_and_the_retry_continues_the_answer(
     async with engine, ControlClient(url, "control") as control:
         with proxy_process(state, port) as first:
             await control.create_run("demo", spec_for(state.root), "digest")
-            await control.put_route("a", node="n", url=engine.url, epoch=1, version=0, state="open")
+            await control.put_route("a", run="demo", node="n", url=engine.url, epoch=1, version=0, state="open")
             await control.set_admission("demo", "train", admit_until=1, target_in_flight=1, samples_per_task=1)
             (sample,) = await control.claim_samples("demo", "train", "w", 1)
             client = openai.AsyncOpenAI(base_url=sample.base_url, api_key=sample.api_key, max_retries=12)

@@ -51,7 +51,7 @@ class GatedJournal:
 async def start(tmp_path):
     ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     routes = RouteTable(ledger, lambda route: Engine(), BusyMeter())
-    await routes.put(Route("lease", "node", "http://nowhere", "scripted", 1, 0, "open"))
+    await routes.put(Route("lease", "run", "node", "http://nowhere", "scripted", 1, 0, "open"))
 
     def begin(journal):
         renderer = Renderer(write_toy_model(tmp_path / "model"))

@@ -12,7 +12,7 @@ from storage.errors import ConfigError, FencedError, NotFoundError
 from storage.ledger import Interval, Ledger, Route, SessionRecord
 
 RUN = "demo"
-ROUTE = Route("lease/a/1", "a", "http://127.0.0.1:1", "embedded", 1, 0, "open")
+ROUTE = Route("lease/a/1", RUN, "a", "http://127.0.0.1:1", "embedded", 1, 0, "open")
 
 
 def test_a_route_is_there_after_a_restart(tmp_path: Path) -> None:
