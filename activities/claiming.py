@@ -7,7 +7,7 @@ import time
 
 from temporalio.exceptions import ApplicationError
 
-from storage.ledger import TRAIN, BatchClaim, Ledger, State
+from storage.ledger import TRAIN, BatchClaim, Failure, Ledger, State
 from workflows.messages import ClaimInput
 from workflows.scheduling import pipeline
 
@@ -16,6 +16,7 @@ TIDY_S = 1.0
 """How often stale groups are dropped and ended groups are replaced while a step waits."""
 HOPELESS_BATCHES = 4
 """A step gives up when so many batches' worth of groups ended and none is left that can be trained."""
+LONGEST_REASON = 300
 
 
 class ClaimWait:
@@ -97,9 +98,18 @@ class ClaimWait:
     def _hopeless(self, why: str) -> ApplicationError:
         books = self._ledger.books(self._task.spec.run, TRAIN)
         causes = {**books.failed, **books.filtered}
+        failures = self._ledger.failures(self._task.spec.run, TRAIN)
+        last = f"; {_what_happened(failures[0])}" if failures else ""
         return ApplicationError(
             f"step {self._task.step} of run {self._task.spec.run} has no groups to train on: {why}; "
-            f"samples that ended so far, by cause: {causes or 'none'}",
+            f"samples that ended so far, by cause: {causes or 'none'}{last}",
             type="NoUsableGroups",
             non_retryable=True,
         )
+
+
+def _what_happened(failure: Failure) -> str:
+    """One line: this text goes into Temporal's history, where no traceback and no prompt belongs."""
+    line = failure.detail.rstrip().rpartition("\n")[2][:LONGEST_REASON]
+    run = failure.key.run
+    return f"the last {failure.cause}, of {failure.key}: {line} (`seamlessflow status {run}` shows all of it)"

@@ -66,7 +66,7 @@ class Runs:
         return cls(client, cluster, deadline_s=deadline_s)
 
     async def start(self, spec: RunSpec) -> bool:
-        """Start the run, or find it; whether it was started now.
+        """Start the run, or find it; whether it was started now. One that failed or was terminated goes on.
 
         Raises :class:`ConfigError` if a run of this name exists with another run file.
         """
@@ -79,7 +79,7 @@ class Runs:
                     spec,
                     id=run_id(spec.run),
                     task_queue=CONTROL_QUEUE,
-                    id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
+                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
                     task_timeout=TASK_TIMEOUT,
                     memo={DIGEST_MEMO: digest},
                     static_summary=f"training run {spec.run}",

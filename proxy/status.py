@@ -16,7 +16,7 @@ from proxy.runs import Runs
 from proxy.sessions import Sessions
 from proxy.trajectory.session import Outcome, Session
 from storage.journal import Journal
-from storage.ledger import TRAIN, Ledger, SampleRow, State
+from storage.ledger import TRAIN, Failure, Ledger, SampleRow, State
 from storage.metrics import overlap_fraction
 
 _RATE_WINDOW_S = 10.0
@@ -130,6 +130,7 @@ class Status:
         return {
             "spec": self._ledger.run_info(name).spec,
             "books": {**asdict(books), "balanced": books.balanced},
+            "failures": [_failure(failure) for failure in self._ledger.failures(name)],
             "steps": [asdict(step) for step in self._ledger.steps(name)],
             "evaluations": self._evaluations(name),
             "overlap_fraction": overlap_fraction(trained, generated),
@@ -138,6 +139,13 @@ class Status:
     def _evaluations(self, name: str) -> list[dict[str, Any]]:
         streams = sorted(set(self._ledger.streams(name)) - {TRAIN}, key=_age)
         return [{"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in streams]
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    key = failure.key
+    where = {"stream": key.stream, "ordinal": key.ordinal, "sample": key.sample, "attempt": failure.attempt}
+    last = {**where, "session": failure.session, "detail": failure.detail}
+    return {"cause": failure.cause, "attempts": failure.attempts, "last": last}
 
 
 def _rewards(rows: list[SampleRow]) -> dict[str, Any]:

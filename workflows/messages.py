@@ -419,6 +419,8 @@ class RunStatus(Message):
     evaluations: tuple[EvaluationOutcome, ...]
     metrics: dict[str, float]
     last_failure: str
+    warning: str = ""
+    """Something is odd about the last step though nothing failed."""
 
 
 class RunResult(Message):

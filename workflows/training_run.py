@@ -214,6 +214,7 @@ class TrainingRun:
             evaluations=state.evaluations,
             metrics=state.last_metrics,
             last_failure=state.last_failure,
+            warning=pipeline.warning(state.last_metrics),
         )
 
     # Life

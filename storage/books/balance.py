@@ -1,4 +1,4 @@
-"""The books of a run: does every sample that was started have exactly one place?"""
+"""The books of a run: does every sample that was started have exactly one place, and why did some have no result?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 import sqlalchemy as sa
 
 from storage.books.database import Part
-from storage.books.records import TERMINAL, Books, State
-from storage.books.schema import batches, checkpoints, groups, samples, streams
+from storage.books.records import TERMINAL, Books, Failure, SampleKey, State
+from storage.books.schema import attempts, batches, checkpoints, groups, samples, streams
 
 
 class Balance(Part):
@@ -39,6 +39,32 @@ class Balance(Part):
             pending={s.value: by_state[s].total() for s in State if s not in TERMINAL and by_state[s]},
             problems=tuple(problems),
         )
+
+    def failures(self, run: str, stream: str | None = None) -> list[Failure]:
+        """Why attempts of a run (or of one stream) ended without a result, the most frequent cause first."""
+        mine = [attempts.c.run == run, *([] if stream is None else [attempts.c.stream == stream])]
+        newest = (attempts.c.ended.desc(), attempts.c.ordinal.desc(), attempts.c.sample.desc())
+        ranked = sa.select(
+            attempts,
+            sa.func.count().over(partition_by=attempts.c.cause).label("n"),
+            sa.func.row_number().over(partition_by=attempts.c.cause, order_by=newest).label("rank"),
+        )
+        last = ranked.where(*mine).subquery()
+        query = sa.select(last).where(last.c.rank == 1).order_by(last.c.n.desc(), last.c.cause)
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+        return [
+            Failure(
+                cause=row.cause,
+                attempts=row.n,
+                key=SampleKey(row.run, row.stream, row.ordinal, row.sample),
+                attempt=row.attempt,
+                session=row.session,
+                detail=row.detail,
+                ended=row.ended,
+            )
+            for row in rows
+        ]
 
 
 def _problems(connection: sa.Connection, run: str) -> list[str]:

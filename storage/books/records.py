@@ -228,6 +228,23 @@ class Books:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Attempts of a run that ended without a result for one ``cause``, those that were tried again included.
+
+    ``detail`` says what happened to the last of them: attempt ``attempt`` of ``key``, whose proxy session was
+    ``session``; it is the end of a traceback or of an error output.
+    """
+
+    cause: str
+    attempts: int
+    key: SampleKey
+    attempt: int
+    session: str | None
+    detail: str
+    ended: float
+
+
+@dataclass(frozen=True)
 class EvalResult:
     """Rewards of an evaluation by (ordinal, sample); ``failed`` samples have none. ``mean`` is None without rewards."""
 

@@ -103,9 +103,12 @@ async def test_a_group_with_one_scored_sample_is_filtered(start_bench):
     await bench.proxy.control.finish_sample("demo", first.session, None)
     await score_all(bench, [1.0])
     await bench.proxy.service.writer.idle()
-    books = (await bench.proxy.control.run_status("demo"))["books"]
-    assert books["filtered"] == {"group_too_small": 1}
-    assert books["failed"] == {"agent_error": 1}
+    status = await bench.proxy.control.run_status("demo")
+    assert status["books"]["filtered"] == {"group_too_small": 1}
+    assert status["books"]["failed"] == {"agent_error": 1}
+    where = {"stream": "train", "ordinal": 0, "sample": 1, "attempt": 1}
+    last = {**where, "session": second.session, "detail": "boom"}
+    assert status["failures"] == [{"cause": "agent_error", "attempts": 1, "last": last}]
     assert not bench.proxy.store.objects
 
 

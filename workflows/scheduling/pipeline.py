@@ -7,6 +7,7 @@ next batch starts once every engine has the new weights, so it is on policy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workflows.spec import PipelineSpec, RunSpec
@@ -57,6 +58,20 @@ def policy(pipeline: PipelineSpec, groups_per_step: int) -> PipelinePolicy:
 def policy_of(spec: RunSpec) -> PipelinePolicy:
     """Shorthand for the policy of a whole run file."""
     return policy(spec.pipeline, spec.algorithm.groups_per_step)
+
+
+def warning(metrics: Mapping[str, float]) -> str:
+    """What is odd about a step with these metrics; empty if nothing is.
+
+    >>> warning({"reward_mean": 0.5, "reward_std": 0.1})
+    ''
+    """
+    if metrics.get("reward_std") != 0:
+        return ""
+    return (
+        f"every sample of the last step had the same reward, {metrics.get('reward_mean', 0):g}: "
+        "nothing can be learned from it; is the reward right?"
+    )
 
 
 def train_nodes(spec: RunSpec) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from cli import demo as demo_module
+from cli import stack
 from cli.demo import Clock, DemoOptions, build_if_missing
 from storage.errors import ConfigError
 from workers.cluster import STATE_VARIABLE, StateFolder
+from workflows.spec import NodeSpec
 
 
 def seamlessflow(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -54,10 +56,27 @@ def test_a_port_that_is_no_port_is_refused(port: str, tmp_path: Path) -> None:
     assert "not of the form name=number" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("ports", "message"),
+    [
+        ({"web": 8080}, "port 'web' is not known: use one of temporal, ui, proxy, s3"),
+        ({"ui": 8233, "proxy": 8233}, "port 8233 for ui is given twice"),
+    ],
+)
+def test_ports_that_cannot_be_are_refused_before_a_folder_is_made(
+    ports: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    nodes = (NodeSpec(id="n0", tags=frozenset({"rollout", "train"})),)
+    with pytest.raises(ConfigError, match=message):
+        stack.up(StateFolder(tmp_path / "state"), nodes, ports=ports)
+    assert not (tmp_path / "state").exists()
+
+
 def test_up_without_a_run_file_in_a_new_folder_says_what_is_missing(tmp_path: Path) -> None:
     done = seamlessflow("up", cwd=tmp_path)
     assert done.returncode == 2
     assert "has no nodes yet: name a run file" in done.stderr
+    assert not (tmp_path / ".seamlessflow").exists()
 
 
 def test_the_clock_goes_on_after_an_interruption(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.progress import PLAIN_EVERY_S, PlainView, Snapshot, picture, snapshot
+from cli.progress import PLAIN_EVERY_S, FailureRow, PlainView, Snapshot, picture, snapshot
 from workflows.messages import EvaluationOutcome, NodeStatus, PoolStatus, RunStatus
 
 CONTROL: dict[str, Any] = {
@@ -88,6 +88,35 @@ def test_the_live_table_shows_reward_nodes_and_links() -> None:
 def test_what_does_not_answer_is_shown_as_trouble_and_the_rest_still_shows() -> None:
     now = snapshot("toy", None, run_status(), None, "proxy: no answer")
     assert (now.phase, now.trouble, now.rows, now.nodes) == ("training", "proxy: no answer", (), {})
+
+
+FAILURE = {
+    "cause": "agent_error",
+    "attempts": 3,
+    "last": {"stream": "train", "ordinal": 7, "sample": 1, "attempt": 1, "session": "s", "detail": "KeyError: 'a'"},
+}
+
+
+def test_attempts_without_a_result_are_shown_by_cause() -> None:
+    now = snapshot("toy", {**CONTROL, "failures": [FAILURE]}, run_status(), None)
+    assert now.failures == (FailureRow("agent_error", 3, "train/7.1", "KeyError: 'a'"),)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(picture(now, {}))
+    assert isinstance(console.file, io.StringIO)
+    assert "attempts without a result: agent_error 3" in console.file.getvalue()
+
+
+def test_a_step_whose_samples_all_had_one_reward_is_marked() -> None:
+    step = {"step": 0, "metrics": {"reward_mean": 0.0, "reward_std": 0.0}}
+    lines: list[str] = []
+    PlainView(lines.append, clock=lambda: 0.0).show(snapshot("toy", {"steps": [step]}, run_status(), None))
+    assert "step 1/3  reward 0.000 (the same for every sample)  0 tokens/s  " in lines
+
+
+def test_a_warning_of_the_run_is_shown_unless_something_failed() -> None:
+    assert snapshot("toy", CONTROL, run_status(warning="constant reward"), None).trouble == "constant reward"
+    both = run_status(warning="constant reward", last_failure="engine of n1 died")
+    assert snapshot("toy", CONTROL, both, None).trouble == "engine of n1 died"
 
 
 def test_the_last_failure_of_a_run_is_shown() -> None:

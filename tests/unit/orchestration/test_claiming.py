@@ -71,7 +71,8 @@ def finish(ledger: Ledger, claim: SampleClaim, version: int) -> None:
 
 def fail_everything(ledger: Ledger) -> None:
     for claim in ledger.claim_samples("r", TRAIN, "w", 100):
-        ledger.fail_sample(claim.key, claim.attempt, "agent_error", "it raised", retry=False, max_attempts=1)
+        detail = f"Traceback of the user's code\n  in line 7\nKeyError: 'tool'{'!' * 1000}"
+        ledger.fail_sample(claim.key, claim.attempt, "agent_error", detail, retry=False, max_attempts=1)
 
 
 def wait(ledger: Ledger, run: RunSpec, *, step: int = 0, since: float | None = None) -> ClaimWait:
@@ -105,7 +106,7 @@ async def test_groups_that_fail_or_grow_too_old_are_replaced_by_others(ledger: L
     assert [group.ordinal for group in claim.groups] == [2, 3]
 
 
-async def test_a_step_whose_groups_all_fail_gives_up_and_names_the_causes(ledger: Ledger) -> None:
+async def test_a_step_whose_groups_all_fail_gives_up_and_names_the_causes_and_the_last_error(ledger: Ledger) -> None:
     waiting = asyncio.create_task(wait(ledger, spec()).wait())
     while not waiting.done():
         await asyncio.to_thread(fail_everything, ledger)
@@ -113,6 +114,11 @@ async def test_a_step_whose_groups_all_fail_gives_up_and_names_the_causes(ledger
     with pytest.raises(ApplicationError, match="agent_error") as failure:
         await waiting
     assert failure.value.type == "NoUsableGroups"
+    said = failure.value.message
+    assert "the last agent_error, of r/train/" in said
+    assert "KeyError: 'tool'" in said
+    assert "Traceback" not in said, "Temporal keeps it: traces stay in the ledger"
+    assert len(said) < 800
     assert ledger.books("r").balanced
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from workflows.messages import GangView
 from workflows.scheduling.gang import plan_gang
-from workflows.scheduling.pipeline import policy
+from workflows.scheduling.pipeline import policy, warning
 from workflows.spec import PipelineSpec
 
 
@@ -32,6 +32,12 @@ def test_nothing_starts_that_no_step_is_left_to_train_but_ended_groups_are_repla
     rule = policy(PipelineSpec(steps=10, max_staleness=3), 4)
     assert rule.admit_until(9) == 40
     assert rule.admit_until(9, ended=2) == 42
+
+
+def test_a_reward_that_is_the_same_for_a_whole_step_raises_an_alarm() -> None:
+    assert "every sample of the last step had the same reward, 0.5" in warning({"reward_mean": 0.5, "reward_std": 0.0})
+    assert warning({"reward_mean": 0.5, "reward_std": 0.01}) == ""
+    assert warning({"replayed": 1.0}) == "", "the rewards of a replayed batch were judged when it was claimed"
 
 
 def view(node: str, gang: str | None, ranks: int, version: int | None) -> GangView:
