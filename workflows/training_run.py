@@ -59,6 +59,7 @@ from workflows.messages import (
     Wake,
     WithdrawRequest,
 )
+from workflows.run_page import RunView, run_page
 from workflows.scheduling import pipeline
 from workflows.scheduling.gang import plan_gang
 from workflows.spec import RunSpec
@@ -221,6 +222,7 @@ class TrainingRun:
 
     @workflow.run
     async def run(self, given: RunInput) -> RunResult:
+        self._must_be_called_by_its_name()
         tags = sorted({tag for node in self.spec.nodes for tag in node.tags})
         workflow.upsert_search_attributes([calls.SF_RUN.value_set(self.spec.run), calls.SF_TAGS.value_set(tags)])
         reconcile = asyncio.create_task(self._reconcile())
@@ -336,12 +338,13 @@ class TrainingRun:
                 result_type=StepResult,
                 static_summary=f"step {state.step} of {self.spec.run}",
             )
-            self.waiting_for = f"step {state.step}"
+            self._waits_for(f"step {state.step}")
             await workflow.wait_condition(lambda: handle.done() or self._cut_short())
             await self._stop_step()
             result: StepResult = await handle
         finally:
-            self.step_running, self.waiting_for = None, ""
+            self.step_running = None
+            self._waits_for("")
         await self._after_step(result)
 
     async def _after_step(self, result: StepResult) -> None:
@@ -422,7 +425,7 @@ class TrainingRun:
         for _ in range(POOL_TRIES):
             if await calls.tell(self.pool, "request", request):
                 return
-            self.waiting_for = f"{self.pool}, which the first node agent starts"
+            self._waits_for(f"{self.pool}, which the first node agent starts")
             await workflow.sleep(POOL_PAUSE)
         raise ApplicationError(
             f"{self.pool} does not run: start a node agent first (`seamlessflow up`)", non_retryable=True
@@ -444,6 +447,7 @@ class TrainingRun:
                 if key in self.state.engines:
                     await self._bring_up(self.state.engines[key])
             self.reconciling = False
+            self._show()
 
     async def _carry_out(self, entry: AuditEntry) -> None:
         """Record a command and apply it; one that fails is shown and does not stop the ones behind it."""
@@ -578,6 +582,16 @@ class TrainingRun:
     def _version(self) -> int:
         return self.state.checkpoint.version if self.state.checkpoint else 0
 
+    def _must_be_called_by_its_name(self) -> None:
+        """The UI takes any workflow id; leases and steps answer to this one."""
+        wanted, given = calls.run_id(self.spec.run), workflow.info().workflow_id
+        if given != wanted:
+            raise ApplicationError(
+                f"the workflow id is {given!r}, the run is named {self.spec.run!r}: start it as {wanted!r}",
+                type="ConfigError",
+                non_retryable=True,
+            )
+
     def _must_run(self) -> None:
         if self.state.phase in ("ending", "finished", "stopped", "failed"):
             raise ApplicationError(f"run {self.spec.run} is {self.state.phase}: it takes no more commands")
@@ -601,7 +615,7 @@ class TrainingRun:
 
     async def _wait(self, what: str, condition: Callable[[], bool], limit: timedelta | None = None) -> None:
         """A named wait; a run that must end at once does not go on waiting."""
-        self.waiting_for = what
+        self._waits_for(what)
         try:
             await workflow.wait_condition(lambda: condition() or self._cut_short(), timeout=limit)
         except TimeoutError:
@@ -611,37 +625,27 @@ class TrainingRun:
                 non_retryable=True,
             ) from None
         finally:
-            self.waiting_for = ""
+            self._waits_for("")
 
     async def _wait_at_most(self, what: str, condition: Callable[[], bool], limit: timedelta) -> None:
-        self.waiting_for = what
+        self._waits_for(what)
         try:
             await workflow.wait_condition(condition, timeout=limit)
         except TimeoutError:
             workflow.logger.warning("%s took longer than %s; going on", what, limit)
         finally:
-            self.waiting_for = ""
+            self._waits_for("")
+
+    def _waits_for(self, what: str) -> None:
+        self.waiting_for = what
+        self._show()
 
     def _set_phase(self, phase: str) -> None:
         self.state.phase = phase
         workflow.upsert_search_attributes([calls.SF_STEP.value_set(self.state.step), calls.SF_PHASE.value_set(phase)])
-        workflow.set_current_details(_details(self.status()))
+        self._show()
 
-
-def _details(status: RunStatus) -> str:
-    """The run as a page for the Temporal UI."""
-    metrics = [f"| {name} | {value:.4g} |" for name, value in sorted(status.metrics.items())]
-    engines = [f"| {e.node} | {e.state} | {e.version} | {e.lease}/{e.epoch} |" for e in status.engines]
-    rewards = [f"version {e.version}: {e.mean}" for e in status.evaluations]
-    return "\n".join(
-        [
-            f"**{status.run}**: {status.phase}, step {status.step} of {status.steps}, lineage {status.lineage}, "
-            f"weights {status.version}",
-            f"\nheld-out reward: {'; '.join(rewards) or 'not evaluated yet'}",
-            f"\nlast failure: {status.last_failure or 'none'}",
-            "\n| node | engine | version | lease |\n| --- | --- | --- | --- |",
-            *engines,
-            "\n| metric | last step |\n| --- | --- |",
-            *metrics,
-        ]
-    )
+    def _show(self) -> None:
+        """Renew the page that the UI shows; it is asked for like a query and is no part of history."""
+        view = RunView(self.spec, self.state, self.waiting_for, self.step_running, workflow.info().namespace)
+        workflow.set_current_details(run_page(view))
