@@ -151,6 +151,9 @@ class TrainingRun:
     async def stop(self, order: Stop) -> RunStatus:
         self.state.stopping = order
         self._command("stop", order.actor, order.why, {"mode": order.mode})
+        if order.mode == "drain" and self.state.paused:  # what is to be finished needs what the pause withholds
+            self.state.paused = None
+            self._command("resume", order.actor, "the run stops", {})
         return self.status()
 
     @stop.validator
@@ -236,7 +239,6 @@ class TrainingRun:
             return await self._finish()
         except asyncio.CancelledError:  # "cancel" in the UI: stop at once, in order
             self.state.stopping = Stop(mode="now", why="cancelled")
-            await self._stop_step()
             await self._abandon("stopped")
             raise
         except Exception as error:
@@ -256,9 +258,8 @@ class TrainingRun:
         await self._start_data()
         await self._want_engines()
         self.state.started = True
-        await self._wait(
-            f"an engine on {', '.join(pipeline.rollout_nodes(self.spec))}", lambda: bool(self._ready()), ENGINE_LIMIT
-        )
+        nodes = ", ".join(pipeline.rollout_nodes(self.spec))
+        await self._wait_unpaused(f"an engine on {nodes}", lambda: bool(self._ready()), ENGINE_LIMIT)
         await self._warm_trainer()
         await self._evaluate_if_due(first=True)
 
@@ -309,12 +310,13 @@ class TrainingRun:
             self._set_phase("paused")
         await self._wait("the end of the pause", lambda: self.state.paused is None or self._cut_short())
         if pipeline.policy_of(self.spec).waits_for_sync:
-            await self._wait("every engine to serve the new weights", self._synced, SYNC_LIMIT)
+            await self._wait_unpaused("every engine to serve the new weights", self._synced, SYNC_LIMIT)
         if calls.must_continue_as_new():
             await workflow.wait_condition(
                 lambda: workflow.all_handlers_finished() and not (self.dirty or self.reconciling or self.commands)
             )
-            workflow.continue_as_new(RunInput(**dict(self.spec), carried=self.state))
+            if not self.fatal:  # it is no part of what is carried
+                workflow.continue_as_new(RunInput(**dict(self.spec), carried=self.state))
 
     async def _step(self) -> None:
         state = self.state
@@ -342,6 +344,9 @@ class TrainingRun:
             await workflow.wait_condition(lambda: handle.done() or self._cut_short())
             await self._stop_step()
             result: StepResult = await handle
+        except asyncio.CancelledError:  # the run closes: its step must let go of the lease first
+            await calls.tell(calls.step_id(self.spec.run, state.lineage, state.step), "stop", Stop(mode="now"))
+            raise
         finally:
             self.step_running = None
             self._waits_for("")
@@ -388,7 +393,7 @@ class TrainingRun:
         if self.spec.data.held_out is None or any(e.version == version for e in self.state.evaluations):
             return
         self._set_phase("evaluating")
-        await self._wait(f"the engines to serve version {version}", self._synced, SYNC_LIMIT)
+        await self._wait_unpaused(f"the engines to serve version {version}", self._synced, SYNC_LIMIT)
         task = EvaluationInput(spec=self.spec, version=version)
         try:
             handle = await workflow.start_child_workflow(
@@ -626,6 +631,14 @@ class TrainingRun:
             ) from None
         finally:
             self._waits_for("")
+
+    async def _wait_unpaused(self, what: str, condition: Callable[[], bool], limit: timedelta) -> None:
+        """A wait for engines: a pause, which may take them away, ends it, and it begins anew after the pause."""
+        while True:
+            await self._wait("the end of the pause", lambda: self.state.paused is None)
+            await self._wait(what, lambda: condition() or self.state.paused is not None, limit)
+            if self.state.paused is None or self._cut_short():
+                return
 
     async def _wait_at_most(self, what: str, condition: Callable[[], bool], limit: timedelta) -> None:
         self._waits_for(what)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from fake_world import FakeWorld, eventually
-from temporalio.client import WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.client import (
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowUpdateFailedError,
+)
 
 from storage.errors import EngineRejected, GangLost
 from workers.cluster import CONTROL_QUEUE
@@ -177,6 +183,49 @@ async def test_a_stop_after_drain_finishes_the_step_and_evaluates(world: FakeWor
 
     result = await run.result()
     assert (result.stopped, result.steps, result.reward_after) == (True, 1, 0.25)
+
+
+async def test_a_stop_after_drain_lifts_a_pause_that_gave_the_nodes_back(world: FakeWorld) -> None:
+    world.claims_open.clear()
+    run = await world.start(world.spec(pipeline={"steps": 3}))
+    await world.until("wait for batch 0")
+    await run.execute_update(TrainingRun.pause, Pause(give_back=True))
+    await world.until_free()
+    world.claims_open.set()
+    await run.execute_update(TrainingRun.stop, Stop(mode="drain", actor="ann"))
+
+    result = await run.result()
+    assert (result.stopped, result.steps, result.reward_after) == (True, 1, 0.25)
+    assert world.position("audit stop by ann") < world.position("audit resume by ann")
+
+
+async def test_a_pause_may_last_longer_than_the_limit_of_a_weight_sync(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_run, "SYNC_LIMIT", timedelta(seconds=2))
+    world.training_open.clear()
+    run = await world.start(world.spec(pipeline={"steps": 2}, evaluation={"every": 1}))
+    await world.until("train 0.0 on m0")
+    await run.execute_update(TrainingRun.pause, Pause(give_back=True))
+    world.training_open.set()
+    await world.until_free()
+    await asyncio.sleep(2.5)
+    await run.execute_update(TrainingRun.resume, Command())
+    assert (await run.result()).steps == 2
+    assert world.position("evaluate 1 on [1]") < world.position("claim 0.1")
+
+
+async def test_a_run_that_is_cancelled_in_the_ui_ends_its_step_and_frees_the_nodes(world: FakeWorld) -> None:
+    world.training_open.clear()
+    run = await world.start()
+    await world.until("train 0.0 on m0")
+    await run.cancel()
+    with pytest.raises(WorkflowFailureError):
+        await run.result()
+    await world.until_free()
+    step = await world.client.get_workflow_handle(calls.step_id(world.run, 0, 0)).describe()
+    assert step.status is WorkflowExecutionStatus.COMPLETED
+    assert "finish stopped" in world.log
 
 
 async def test_a_stop_now_ends_a_run_that_waits_for_its_batch(world: FakeWorld) -> None:
