@@ -12,6 +12,9 @@ from storage.errors import ConfigError
 from workers.residency import ProcessRef
 
 TAIL_BYTES = 4000
+KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""Tensors of one step have the sizes of the last: glibc keeps their pages instead of having them zeroed anew, which
+takes four fifths of the page faults and of the system time out of a training step on CPU."""
 
 
 def spawn(
@@ -31,7 +34,7 @@ def spawn(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **environment, **limits},
+                env={**os.environ, **KEEP_PAGES, **environment, **limits},
             )
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be started: {error.strerror or error}") from None
