@@ -33,7 +33,7 @@ class AuditActivities:
             suspects = [lease for lease in await self._dead_leases(pool) if lease in suspects]
         found = []
         for lease in suspects:
-            release = ReleaseLease(lease=lease.lease, epoch=lease.epoch, lost=True)
+            release = ReleaseLease(lease=lease.lease, epoch=lease.epoch)
             await self._client.get_workflow_handle(pool).signal("release", release)
             found.append(f"released {lease.lease}/{lease.epoch}: its workflow has ended")
         return found + await self._ownerless(pool) + await self._streams_without_run()

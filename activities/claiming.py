@@ -80,14 +80,7 @@ class ClaimWait:
         wanted = self._policy.admit_until(self._task.step, ended=ended)
         now = self._ledger.admission(run, TRAIN)
         if now.admit_until < wanted:
-            self._ledger.set_admission(
-                run,
-                TRAIN,
-                admit_until=wanted,
-                target_in_flight=now.target_in_flight,
-                samples_per_task=now.samples_per_task,
-                paused=now.paused,
-            )
+            self._ledger.change_admission(run, TRAIN, admit_until=wanted)
         elif late and not self._ledger.ready_groups(run) and not self._on_the_way(run):
             raise self._hopeless("the time limit has passed and nothing is running: is the data at its end?")
 

@@ -67,7 +67,7 @@ class Lease:
 
     # Messages
 
-    @workflow.signal(description='End the lease and park: {"reason": "maintenance", "deadline_s": 60}')
+    @workflow.signal(description='End the lease and park: {"reason": "maintenance"}')
     def revoke(self, order: Revoke) -> None:
         self.revoke_order = self.revoke_order or order
         self.dirty = True
@@ -211,7 +211,7 @@ class Lease:
     async def _end(self, lost: str) -> None:
         self.last_failure = lost
         self.set_phase("lost" if lost else "parked")
-        release = ReleaseLease(lease=self.task.lease, epoch=self.task.epoch, lost=bool(lost))
+        release = ReleaseLease(lease=self.task.lease, epoch=self.task.epoch)
         await calls.tell(self.task.pool, "release", release)
         why = self.revoke_order.reason if self.revoke_order else ""
         await self.report("lost" if lost else "revoked", lost or why)

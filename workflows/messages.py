@@ -141,11 +141,10 @@ class WithdrawRequest(Message):
 
 
 class ReleaseLease(Message):
-    """Signal ``release``: a lease has ended. ``lost``: a member failed, its state is unknown."""
+    """Signal ``release``: a lease has ended."""
 
     lease: str
     epoch: int
-    lost: bool = False
 
 
 class Decision(Message):
@@ -201,10 +200,9 @@ class LeaseInput(Message):
 
 
 class Revoke(Message):
-    """Signal ``revoke``: park within ``deadline_s`` and end."""
+    """Signal ``revoke``: park and end."""
 
     reason: str
-    deadline_s: float = 60.0
 
 
 class MemberLost(Message):

@@ -59,7 +59,7 @@ from workflows.messages import (
     Wake,
     WithdrawRequest,
 )
-from workflows.run_page import RunView, run_page
+from workflows.run_page import ENDED, RunView, run_page
 from workflows.scheduling import pipeline
 from workflows.scheduling.gang import plan_gang
 from workflows.spec import RunSpec
@@ -442,7 +442,7 @@ class TrainingRun:
         await calls.tell(self.pool, "withdraw", order)
 
     async def _reconcile(self) -> None:
-        """Carry out what handlers and steps changed: audit, pause, resume, weights."""
+        """Carry out what handlers and steps changed: audit, pause, resume, weights, a data stream that ended."""
         while True:
             await workflow.wait_condition(lambda: self.dirty or bool(self.commands))
             self.reconciling, self.dirty = True, False
@@ -451,6 +451,9 @@ class TrainingRun:
             for key in sorted(self.state.engines):
                 if key in self.state.engines:
                     await self._bring_up(self.state.engines[key])
+            if self.data_stopped and self.state.phase not in ENDED and not self._cut_short():
+                self.data_stopped = False  # it was told to stop for an earlier execution of the run, or by hand
+                await self._start_data()
             self.reconciling = False
             self._show()
 
@@ -598,7 +601,7 @@ class TrainingRun:
             )
 
     def _must_run(self) -> None:
-        if self.state.phase in ("ending", "finished", "stopped", "failed"):
+        if self.state.phase in ENDED:
             raise ApplicationError(f"run {self.spec.run} is {self.state.phase}: it takes no more commands")
 
     def _patched(self, order: SetParams) -> RunSpec:

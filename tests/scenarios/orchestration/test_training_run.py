@@ -327,6 +327,16 @@ async def test_an_agent_that_cannot_be_loaded_fails_the_run_with_its_message(wor
     assert "no module named 'my_agent'" in await cause_of(await world.start())
 
 
+async def test_a_data_stream_that_ends_under_a_living_run_is_started_again(world: FakeWorld) -> None:
+    world.claims_open.clear()
+    run = await world.start()
+    await world.until("wait for batch 0")
+    await world.client.get_workflow_handle(calls.data_id(world.run)).signal("stop")
+    await eventually(lambda: world.log.count("stream train") == 2, "a second stream")
+    world.claims_open.set()
+    assert (await run.result()).steps == 1
+
+
 async def test_a_run_goes_on_over_generations_of_its_history(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "CONTINUE_AS_NEW_EVENTS", 60)
     result = await (await world.start(world.spec(pipeline={"steps": 3}))).result()
