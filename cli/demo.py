@@ -208,6 +208,11 @@ async def _follow(options: DemoOptions, spec: RunSpec, clock: Clock, say: Callab
                 await asyncio.to_thread(stack.up, options.state, spec.nodes, say=say)
                 watcher.forget_connection()
             await asyncio.sleep(LOOK_EVERY_S)
+    if state != WorkflowExecutionStatus.COMPLETED:
+        say(
+            f"run {spec.run} has {state.name.lower()} at step {now.step + 1}: "
+            "mend the cause and repeat the command, it goes on from there"
+        )
     for failure in now.failures:
         say(f"{failure.attempts} attempts ended with {failure.cause}; the last, {failure.sample}: {failure.detail}")
     return await figures(options.state, spec, await watcher.connected(), clock.seconds())
