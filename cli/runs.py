@@ -26,8 +26,9 @@ from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from storage.errors import ConfigError, DeadlineError, NotFoundError, SeamlessFlowError
-from workers.cluster import CONTROL_QUEUE, ClusterConfig
+from workers.cluster import ClusterConfig
 from workflows.messages import PoolStatus, RunResult, RunStatus
+from workflows.queues import CONTROL_QUEUE
 from workflows.spec import RunSpec
 
 Answer = TypeVar("Answer")

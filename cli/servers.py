@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from storage.errors import ConfigError
-from workers.cluster import CONTROL_QUEUE, STATE_VARIABLE, StateFolder, nodectl_queue, tag_queue
+from workers.cluster import STATE_VARIABLE, StateFolder
+from workflows.queues import CONTROL_QUEUE, nodectl_queue, tag_queue
 from workflows.spec import NodeSpec
 
 TEMPORAL_RETENTION = "90d"

@@ -35,7 +35,7 @@ from activities.routes import RouteActivities
 from proxy.client import ControlClient
 from storage.ledger import Ledger
 from storage.objects import ObjectStore
-from workers.cluster import CONTROL_QUEUE, StateFolder
+from workers.cluster import StateFolder
 from workers.temporal import BEAT, GRACE, connect
 from workflows import calls
 from workflows.data_stream import DataStream
@@ -43,6 +43,7 @@ from workflows.evaluation import Evaluation
 from workflows.lease import Lease
 from workflows.messages import AuditInput
 from workflows.pool_audit import PoolAudit
+from workflows.queues import CONTROL_QUEUE
 from workflows.resource_pool import ResourcePool
 from workflows.rl_step import RlStep
 from workflows.training_run import TrainingRun

@@ -16,12 +16,9 @@ from temporalio.exceptions import ActivityError, ApplicationError, FailureError
 from temporalio.workflow import ActivityCancellationType, ActivityHandle, ExternalWorkflowHandle
 
 from workflows.messages import GangProbe, GangView, LeaseEvent, TrainerTask
+from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue
 
 T = TypeVar("T")
-
-CONTROL_QUEUE = "sf-control"
-AGENT_QUEUE = "sf-tag-agent"
-REWARD_QUEUE = "sf-tag-reward"
 
 SF_RUN = SearchAttributeKey.for_keyword("SfRun")
 SF_STEP = SearchAttributeKey.for_int("SfStep")
@@ -49,16 +46,6 @@ _RETRY = RetryPolicy(
     maximum_interval=timedelta(seconds=10),
     non_retryable_error_types=PERMANENT,
 )
-
-
-def node_queue(node: str) -> str:
-    """Task queue for the work of a lease member on ``node``."""
-    return f"sf-node-{node}"
-
-
-def nodectl_queue(node: str) -> str:
-    """Task queue for short control work on ``node``."""
-    return f"sf-nodectl-{node}"
 
 
 def run_id(run: str) -> str:

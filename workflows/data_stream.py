@@ -16,6 +16,7 @@ from temporalio.workflow import ActivityCancellationType, ActivityHandle
 
 from workflows import calls
 from workflows.messages import AdmissionRate, DataInput, StreamInput, StreamRate, Wake
+from workflows.queues import tag_queue
 
 STOP_LIMIT = timedelta(seconds=20)
 
@@ -76,10 +77,10 @@ class DataStream:
         workflow.upsert_search_attributes([calls.SF_RUN.value_set(task.run)])
         handles = [
             start_stream(
-                "stream_tasks", calls.AGENT_QUEUE, StreamInput(run=task.run, stream="train", worker_slot="agent-0")
+                "stream_tasks", tag_queue("agent"), StreamInput(run=task.run, stream="train", worker_slot="agent-0")
             ),
             start_stream(
-                "stream_rewards", calls.REWARD_QUEUE, StreamInput(run=task.run, stream="train", worker_slot="reward-0")
+                "stream_rewards", tag_queue("reward"), StreamInput(run=task.run, stream="train", worker_slot="reward-0")
             ),
         ]
         while not self.stopping and not any(h.done() for h in handles):

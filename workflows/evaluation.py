@@ -13,6 +13,7 @@ from temporalio import workflow
 from workflows import calls
 from workflows.data_stream import start_stream, stop_streams
 from workflows.messages import EvaluationInput, EvaluationOutcome, StreamInput
+from workflows.queues import tag_queue
 
 LIMIT = timedelta(hours=6)
 
@@ -37,7 +38,7 @@ class Evaluation:
         count = await calls.on_control("open_evaluation", task, int, summary=f"admit held-out tasks of {stream}")
         self.phase = f"running {count} held-out tasks"
         tasks = start_stream(
-            "stream_tasks", calls.AGENT_QUEUE, StreamInput(run=task.run, stream=stream, worker_slot=f"agent-{stream}")
+            "stream_tasks", tag_queue("agent"), StreamInput(run=task.run, stream=stream, worker_slot=f"agent-{stream}")
         )
         wait = calls.on_control(
             "wait_evaluation", task, EvaluationOutcome, limit=LIMIT, summary=f"rewards of {count} held-out tasks"

@@ -35,6 +35,7 @@ from workflows.messages import (
     TrainerTask,
     WeightsRef,
 )
+from workflows.queues import nodectl_queue
 from workflows.scheduling.gang import GangPlan, plan_gang
 from workflows.spec import RunSpec
 
@@ -296,7 +297,7 @@ class _EngineRole:
             "engine_hold",
             order,
             type(None),
-            queue=calls.nodectl_queue(self.node),
+            queue=nodectl_queue(self.node),
             limit_s=60,
             summary="pause the engine" if hold else "resume the engine",
         )
@@ -317,7 +318,7 @@ class _EngineRole:
             "engine_load",
             self._task(weights),
             int,
-            queue=calls.nodectl_queue(self.node),
+            queue=nodectl_queue(self.node),
             limit_s=600,
             attempts=3,
             summary=f"load version {weights.version} on {self.node}",

@@ -34,6 +34,7 @@ from workflows.messages import (
     TrainTask,
     WithdrawRequest,
 )
+from workflows.queues import node_queue
 from workflows.scheduling import pipeline
 
 GANG_TRIES = 3
@@ -234,7 +235,7 @@ class RlStep:
             "train_step",
             train,
             TrainOutcome,
-            queue=calls.node_queue(node),
+            queue=node_queue(node),
             limit_s=limit + 60,
             summary=f"step {self.task.step} on {node}",
         )

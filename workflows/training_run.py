@@ -59,6 +59,7 @@ from workflows.messages import (
     Wake,
     WithdrawRequest,
 )
+from workflows.queues import nodectl_queue
 from workflows.run_page import ENDED, RunView, run_page
 from workflows.scheduling import pipeline
 from workflows.scheduling.gang import plan_gang
@@ -565,7 +566,7 @@ class TrainingRun:
                 "end_residency",
                 NodeRun(run=self.spec.run, node=node.id),
                 type(None),
-                queue=calls.nodectl_queue(node.id),
+                queue=nodectl_queue(node.id),
                 limit_s=60,
                 attempts=3,
                 summary=f"end the run's processes on {node.id}",

@@ -19,7 +19,6 @@ from temporalio.exceptions import ApplicationError
 
 from activities.beat import beating
 from storage.errors import GangLost
-from workers.cluster import CONTROL_QUEUE, node_queue, nodectl_queue, tag_queue
 from workers.control import control_worker
 from workers.temporal import activity_worker
 from workflows import calls
@@ -56,6 +55,7 @@ from workflows.messages import (
     TrainTask,
     WeightsRef,
 )
+from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue, tag_queue
 from workflows.resource_pool import PoolState
 from workflows.scheduling.pool import Pool
 from workflows.spec import RunSpec

@@ -22,7 +22,8 @@ from temporalio.worker import Worker
 from activities.streams import StreamActivities
 from proxy.client import ControlClient
 from storage.errors import SeamlessFlowError
-from workers.cluster import StateFolder, tag_queue
+from workers.cluster import StateFolder
+from workflows.queues import tag_queue
 
 BEAT = timedelta(seconds=1)
 CONTROL_DEADLINE_S = 600.0

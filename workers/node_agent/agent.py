@@ -14,7 +14,7 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.node import NodeActivities
-from workers.cluster import CONTROL_QUEUE, StateFolder, node_queue, nodectl_queue
+from workers.cluster import StateFolder
 from workers.node_agent.engine import EngineHost
 from workers.node_agent.tokens import TaskTokens
 from workers.node_agent.trainer import TrainerHost, rank_command
@@ -22,6 +22,7 @@ from workers.residency import EpochMemory
 from workers.temporal import activity_worker, connect
 from workflows import calls
 from workflows.messages import NodeInfo, NodeSeen, NodeStatus
+from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue
 from workflows.resource_pool import PoolState
 from workflows.scheduling.pool import Pool
 

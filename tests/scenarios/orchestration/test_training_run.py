@@ -16,7 +16,6 @@ from temporalio.client import (
 )
 
 from storage.errors import EngineRejected, GangLost
-from workers.cluster import CONTROL_QUEUE
 from workflows import calls, training_run
 from workflows.messages import (
     CheckpointRef,
@@ -34,6 +33,7 @@ from workflows.messages import (
     Stop,
     TrainTask,
 )
+from workflows.queues import CONTROL_QUEUE
 from workflows.training_run import TrainingRun
 
 Run = WorkflowHandle[Any, RunResult]
