@@ -133,16 +133,21 @@ def logs(
 
 
 @app.command()
-def check(run_file: RunFile) -> None:
+def check(
+    run_file: RunFile,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the run as one JSON object: what the Temporal UI starts a run with.")
+    ] = False,
+) -> None:
     """Say all that is wrong with a run file, before anything starts."""
     from cli.check import check_run
 
     checked = check_run(run_file)
     for problem in checked.problems:
         print(problem.text(run_file))
-    if checked.problems:
+    if checked.spec is None:
         raise typer.Exit(2)
-    print(f"{run_file}: good")
+    print(checked.spec.model_dump_json(indent=2, exclude_unset=True) if as_json else f"{run_file}: good")
 
 
 @app.command()
