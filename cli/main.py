@@ -247,19 +247,26 @@ def stop(
 def preempt(
     node: Annotated[str, typer.Argument(help="Id of the node.", show_default=False)],
     state: StateOption = None,
-    hold: Annotated[bool, typer.Option(help="Keep the node free until it is drained or re-tagged.")] = False,
+    hold: Annotated[bool, typer.Option(help="Keep the node free until `drain --undo` or new tags.")] = False,
     why: Why = "",
 ) -> None:
     """Take a node away from what holds it now."""
-    from cli.runs import Runs, actor
+    from cli.runs import actor
     from workflows.messages import PreemptNode
 
-    message = PreemptNode(node=node, reason=why or f"asked by {actor()}", hold=hold)
+    _tell_pool(state, "preempt", PreemptNode(node=node, reason=why or f"asked by {actor()}", hold=hold))
 
-    async def tell() -> Any:
-        return await (await Runs.connect(_state(state).cluster())).tell_pool("preempt", message)
 
-    _show(_wait(tell()))
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(help="Id of the node.", show_default=False)],
+    state: StateOption = None,
+    undo: Annotated[bool, typer.Option(help="Take it back into service, also after `preempt --hold`.")] = False,
+) -> None:
+    """End a node's lease and give it no other one, for instance before maintenance."""
+    from workflows.messages import DrainNode
+
+    _tell_pool(state, "drain", DrainNode(node=node, undo=undo))
 
 
 @shards_app.command("list")
@@ -346,6 +353,15 @@ def _tell(state: Path | None, run: str, update: str, message: BaseModel) -> None
 
     async def tell() -> Any:
         return await (await Runs.connect(_state(state).cluster())).tell(run, update, message)
+
+    _show(_wait(tell()))
+
+
+def _tell_pool(state: Path | None, update: str, message: BaseModel) -> None:
+    from cli.runs import Runs
+
+    async def tell() -> Any:
+        return await (await Runs.connect(_state(state).cluster())).tell_pool(update, message)
 
     _show(_wait(tell()))
 

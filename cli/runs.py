@@ -6,6 +6,7 @@ Nothing here needs this machine's state beyond addresses: the same messages can 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class Runs:
         Raises :class:`ConfigError` if a run of this name exists with another run file.
         """
         digest = spec.digest()
+        with contextlib.suppress(NotFoundError):  # a failed run goes on only with the run file it had
+            await self._same_spec(spec.run, digest)
         try:
             await self._call(
                 "start of the run",
@@ -87,7 +90,6 @@ class Runs:
                 ),
             )
         except WorkflowAlreadyStartedError:
-            await self._same_spec(spec.run, digest)
             return False
         return True
 

@@ -76,6 +76,9 @@ class Runs:
 
 def _parse(run: str, spec: Mapping[str, Any]) -> RunSpec:
     try:
-        return RunSpec.model_validate(spec)
+        parsed = RunSpec.model_validate(spec)
     except ValueError as error:
         raise ConfigError(f"specification of run {run!r}: {error}") from None
+    if parsed.run != run:
+        raise ConfigError(f"specification of run {run!r} is that of run {parsed.run!r}: register it under its name")
+    return parsed

@@ -72,7 +72,6 @@ class NodeInfo(Message):
 
     id: str
     tags: frozenset[Tag]
-    ranks: int = 1
     train_priority: float = 0.0
     boot_id: str
     epoch: int = 0

@@ -217,6 +217,8 @@ async def test_a_run_is_registered_once_and_only_with_a_model_that_loads(start_b
     broken = {**bench.spec, "run": "broken", "model": {"path": str(bench.folder / "nowhere")}}
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         await control.create_run("broken", broken, "digest")
+    with pytest.raises(ConfigError, match="is that of run 'demo'"):
+        await control.create_run("../demo", bench.spec, "digest")
     with pytest.raises(NotFoundError):
         await control.run_status("broken")
 

@@ -19,9 +19,6 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="state folder of the cluster")
     parser.add_argument("--node", required=True, help="id of this node")
     parser.add_argument("--tags", default="rollout", help="capability tags, separated by commas")
-    parser.add_argument("--ranks", type=int, default=1, help="trainer processes; the run file has the last word")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; the run file has the last word")
-    parser.add_argument("--cores", default="", help="CPU cores; the run file has the last word")
     parser.add_argument("--train-priority", type=float, default=0.0, help="order in which nodes are taken for training")
     parser.add_argument("--advertise", default="127.0.0.1", help="address under which nodes and proxy reach it")
     arguments = parser.parse_args()
@@ -30,7 +27,6 @@ def main() -> None:
         {
             "id": arguments.node,
             "tags": [tag for tag in arguments.tags.split(",") if tag],
-            "ranks": arguments.ranks,
             "train_priority": arguments.train_priority,
             "boot_id": boot_id(),
         }

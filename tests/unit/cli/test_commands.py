@@ -25,7 +25,8 @@ def seamlessflow(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    "command", [["status"], ["down"], ["logs"], ["pause", "toy"], ["audit", "toy"], ["shards", "list", "toy"]]
+    "command",
+    [["status"], ["down"], ["logs"], ["pause", "toy"], ["audit", "toy"], ["drain", "n0"], ["shards", "list", "toy"]],
 )
 def test_without_a_cluster_it_says_how_to_start_one(command: list[str], tmp_path: Path) -> None:
     done = seamlessflow(*command, cwd=tmp_path)
