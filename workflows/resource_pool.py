@@ -17,6 +17,7 @@ from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 from temporalio.workflow import ParentClosePolicy
 
 from workflows import calls
+from workflows.markdown import link, page, table
 from workflows.messages import (
     Decision,
     DrainNode,
@@ -275,9 +276,11 @@ class ResourcePool:
 
     def _show(self) -> None:
         status = self.status()
-        rows = [
-            f"| {n.node} | {', '.join(n.tags)} | {n.activity} | {n.health} | {n.lease or ''} |" for n in status.nodes
-        ]
+        rows = [(n.node, ", ".join(n.tags), n.activity, n.health, self._lease_link(n)) for n in status.nodes]
         last = [f"* {d.what}: {d.why}" for d in status.decisions[-5:]]
-        table = ["| node | tags | activity | health | lease |", "| --- | --- | --- | --- | --- |", *rows]
-        workflow.set_current_details("\n".join([*table, "", *last, "", *status.waiting])[:19000])
+        waiting = [f"* waits: {one}" for one in status.waiting]
+        nodes = table(("node", "can", "does", "health", "lease"), rows)
+        workflow.set_current_details(page([*nodes, *waiting, "", "Last decisions:", "", *last]))
+
+    def _lease_link(self, node: NodeStatus) -> str:
+        return link(node.lease, workflow.info().namespace, f"lease/{node.lease}") if node.lease else ""

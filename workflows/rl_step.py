@@ -14,6 +14,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.workflow import ActivityHandle
 
 from workflows import calls
+from workflows.markdown import link, page
 from workflows.messages import (
     AdmissionInput,
     CheckpointRef,
@@ -282,6 +283,7 @@ class RlStep:
     async def _until(self, what: str, condition: Callable[[], bool]) -> None:
         """A named wait that a stop ends."""
         self.waiting_for = what
+        self._show()
         await workflow.wait_condition(lambda: self.stopping or condition())
         self.waiting_for = ""
         if self.stopping and not condition():
@@ -296,10 +298,21 @@ class RlStep:
                 calls.SF_PHASE.value_set(phase),
             ]
         )
-        digest = self.manifest.digest if self.manifest else "none yet"
-        workflow.set_current_details(
-            f"step {self.task.step} of lineage {self.task.lineage}: **{phase}**  \nmanifest: {digest}"
-        )
+        self._show()
+
+    def _show(self) -> None:
+        """Renew the page that the UI shows; it is no part of history."""
+        namespace = workflow.info().namespace
+        lines = [f"### {self.task.spec.run}, step {self.task.step}: {self.phase}", ""]
+        if self.waiting_for:
+            lines += [f"Waits for {self.waiting_for}.", ""]
+        if self.lease:
+            lease = calls.lease_id(self.lease.lease, self.lease.epoch)
+            lines += [f"* trains on {', '.join(self.lease.members)} ({link('lease', namespace, lease)})"]
+        if self.manifest:
+            lines += [f"* batch: `{self.manifest.key}`, digest `{self.manifest.digest}`"]
+        run = link(self.task.spec.run, namespace, calls.run_id(self.task.spec.run))
+        workflow.set_current_details(page([*lines, f"* run: {run}, lineage {self.task.lineage}"]))
 
 
 def _settled(handles: list[ActivityHandle[TrainOutcome]]) -> bool:

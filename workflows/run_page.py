@@ -2,24 +2,18 @@
 
 Pure: from what :class:`~workflows.training_run.TrainingRun` knows to text. Somebody who has only the UI must learn
 here what the run does, what it waits for, what each node is doing, how well it learns and what went wrong.
-
-The UI draws tables without space between their cells, so each cell ends with :data:`GAP`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
 
 from workflows import calls
+from workflows.markdown import link, page, table
 from workflows.messages import EngineView, RunState
 from workflows.scheduling import pipeline
 from workflows.spec import NodeSpec, RunSpec
 
-GAP = "\N{EM SPACE}"
-LIMIT = 19_000
-"""Characters; the server refuses details above 20,000 bytes."""
 ENDED = ("ending", "finished", "stopped", "failed")
 FIGURES = (
     ("reward", "{reward_mean:.3g}, deviation {reward_std:.3g}"),
@@ -49,15 +43,15 @@ class RunView:
 
 
 def run_page(view: RunView) -> str:
-    """The page, at most :data:`LIMIT` characters."""
-    parts = [
+    """The page."""
+    lines = [
         *_headline(view),
-        *_table(("node", "can", "does"), (_node_row(view, node) for node in view.spec.nodes)),
+        *table(("node", "can", "does"), (_node_row(view, node) for node in view.spec.nodes)),
         *_rewards(view.state),
         *_last_step(view.state),
         *_links(view),
     ]
-    return "\n".join(parts)[:LIMIT]
+    return page(lines)
 
 
 def _headline(view: RunView) -> list[str]:
@@ -105,9 +99,9 @@ def _engine(view: RunView, engine: EngineView) -> str:
     if engine.state == "down":
         return "engine is down, and is started again"
     if engine.held:
-        return f"holds, with weights {engine.version}"
+        return f"is held, with weights {engine.version}"
     behind = engine.version is not None and engine.version < newest
-    return f"rolls out with weights {engine.version}" + (f", loads {newest}" if behind else "")
+    return f"serves weights {engine.version}" + (f", loads {newest}" if behind else "")
 
 
 def _rewards(state: RunState) -> list[str]:
@@ -117,7 +111,7 @@ def _rewards(state: RunState) -> list[str]:
     ]
     if not rows:
         return ["Held-out reward: not evaluated yet", ""]
-    return _table(("weights", "held-out reward", "samples"), rows)
+    return table(("weights", "held-out reward", "samples"), rows)
 
 
 def _last_step(state: RunState) -> list[str]:
@@ -129,7 +123,7 @@ def _last_step(state: RunState) -> list[str]:
             rows.append((name, text.format(**state.last_metrics)))
         except KeyError:  # a replayed batch has no figures of its claim
             continue
-    return _table((f"step {state.step - 1}", ""), rows)
+    return table((f"step {state.step - 1}", ""), rows)
 
 
 def _links(view: RunView) -> list[str]:
@@ -149,13 +143,4 @@ def _links(view: RunView) -> list[str]:
 
 
 def _link(text: str, view: RunView, workflow: str) -> str:
-    """Relative to the UI's root, where it renders the page."""
-    return f"[{text}](namespaces/{quote(view.namespace, safe='')}/workflows/{quote(workflow, safe='')})"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [_cells(head), "| :--- " * len(head) + "|", *(_cells(row) for row in rows), ""]
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "".join(f"| {cell.replace('|', '/')}{GAP} " for cell in cells) + "|"
+    return link(text, view.namespace, workflow)
