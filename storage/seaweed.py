@@ -31,6 +31,8 @@ from workers.cluster import StateFolder
 HOST = "127.0.0.1"
 READY_S = 60.0
 STOP_S = 15.0
+SAME_START_S = 2.0
+"""Two readings of one process's start time may differ by the clock's adjustment, never by this much."""
 _FSYNC = "fs.configure -locationPrefix=/buckets/ -fsync=true -apply\n"
 
 
@@ -297,7 +299,7 @@ def _stop_orphan(pid_file: Path) -> None:
     known = json.loads(pid_file.read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(known["pid"])
-        if process.create_time() == known["born"]:
+        if abs(process.create_time() - known["born"]) < SAME_START_S:
             process.terminate()
             try:
                 process.wait(STOP_S)

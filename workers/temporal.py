@@ -40,8 +40,10 @@ async def connect(cluster: ClusterConfig, *, deadline_s: float = 120.0) -> Clien
             await asyncio.sleep(0.5)
 
 
-def activity_worker(client: Client, queue: str, activities: Sequence[Callable[..., Any]], *, slots: int = 16) -> Worker:
-    """A worker that only runs activities."""
+def activity_worker(
+    client: Client, queue: str, activities: Sequence[Callable[..., Any]], *, slots: int = 16, grace: timedelta = GRACE
+) -> Worker:
+    """A worker that only runs activities. ``grace``: how long they may go on when it is shut down."""
     return Worker(
         client,
         task_queue=queue,
@@ -49,5 +51,5 @@ def activity_worker(client: Client, queue: str, activities: Sequence[Callable[..
         max_concurrent_activities=slots,
         max_heartbeat_throttle_interval=BEAT,
         default_heartbeat_throttle_interval=BEAT,
-        graceful_shutdown_timeout=GRACE,
+        graceful_shutdown_timeout=grace,
     )

@@ -16,35 +16,28 @@ from datetime import timedelta
 from pathlib import Path
 
 from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
 
 from activities.streams import StreamActivities
 from proxy.client import ControlClient
 from storage.errors import SeamlessFlowError
 from workers.cluster import StateFolder
+from workers.temporal import activity_worker, connect
 from workflows.queues import tag_queue
 
-BEAT = timedelta(seconds=1)
 CONTROL_DEADLINE_S = 600.0
 
 
 def queue_worker(client: Client, streams: StreamActivities, role: str) -> Worker:
-    """The worker for one role, ``agent`` or ``reward``."""
-    return Worker(
-        client,
-        task_queue=tag_queue(role),
-        activities=[streams.stream_tasks if role == "agent" else streams.stream_rewards],
-        max_concurrent_activities=32,
-        max_heartbeat_throttle_interval=BEAT,
-        default_heartbeat_throttle_interval=BEAT,
-    )
+    """The worker for one role, ``agent`` or ``reward``; its streams give back what they run as soon as it stops."""
+    work = streams.stream_tasks if role == "agent" else streams.stream_rewards
+    return activity_worker(client, tag_queue(role), [work], slots=32, grace=timedelta(0))
 
 
 async def serve(state: StateFolder, roles: list[str], stop: asyncio.Event) -> None:
     """Serve the roles' queues until ``stop`` is set."""
     cluster = state.cluster()
-    client = await Client.connect(cluster.temporal, namespace=cluster.namespace, data_converter=pydantic_data_converter)
+    client = await connect(cluster)
     key = state.secrets().control_key
     async with (
         ControlClient(cluster.proxy, key, deadline_s=CONTROL_DEADLINE_S) as control,

@@ -21,12 +21,12 @@ import orjson
 from storage.errors import ConfigError
 from workers.agents.child import EXIT_BLOCKED, LINE_LIMIT
 from workers.agents.outcome import Outcome, tail
-from workers.cluster import STATE_VARIABLE
 
 START_LIMIT_S = 120.0
 ANSWER_GRACE_S = 10.0
 STOP_GRACE_S = 1.0
 STDERR_LINES = 60
+OUR_VARIABLES = "SEAMLESSFLOW_"
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,6 @@ class _Process:
 
 
 def user_environment() -> dict[str, str]:
-    """Our environment without the state folder, whose keys are none of the user code's business."""
-    kept = {name: value for name, value in os.environ.items() if name != STATE_VARIABLE}
+    """Our environment without what is ours in it: the state folder, and in containers the cluster's keys."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OUR_VARIABLES)}
     return kept | {"PYTHONSAFEPATH": "1"}

@@ -275,9 +275,11 @@ async def test_an_agent_sees_its_code_folder_but_not_the_clusters_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEAMLESSFLOW_STATE", "/state")
+    monkeypatch.setenv("SEAMLESSFLOW_S3_SECRET_KEY", "secret")
     (tmp_path / "mine.py").write_text(
-        "import os\nasync def run(task, llm):\n    return [os.getcwd(), os.environ.get('SEAMLESSFLOW_STATE')]"
+        "import os\nasync def run(task, llm):\n    ours = [v for v in os.environ if v.startswith('SEAMLESSFLOW')]\n"
+        "    return [os.getcwd(), ours]"
     )
     agents = ProcessPool(Setup("agent", "mine:run", str(tmp_path)))
-    assert (await run(agents, "s1")).value == [str(tmp_path), None]
+    assert (await run(agents, "s1")).value == [str(tmp_path), []]
     await agents.close()
