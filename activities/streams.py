@@ -2,7 +2,8 @@
 
 Both run until they are cancelled, and hold nothing that is not in the ledger: a lost attempt's samples are given back
 when the next attempt starts under the same worker slot. What is claimed next is the ledger's decision; these loops
-only ask again the moment a session ends, or after ``IDLE_S`` when there was nothing to do.
+only ask again when a session has ended, or after ``IDLE_S``. Sessions that end within ``GATHER_S`` are replaced by one
+request: each costs the proxy more than the agent's own turn does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from workflows.spec import RunSpec
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.1
+GATHER_S = 0.02
 BEAT_S = 1.0
 CLAIM_LIMIT = 64
 SCORES_AT_A_TIME = 64
@@ -95,7 +97,7 @@ class Stream:
             await self._runner.close()
 
     async def _claim(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> bool:
-        """Claim what may run now and start it; False if there was nothing."""
+        """Claim what may run now and start it; whether there may be more at once."""
         raise NotImplementedError
 
     def _start(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
@@ -114,6 +116,7 @@ class Stream:
         try:
             async with asyncio.timeout(IDLE_S):
                 await self._ended.wait()
+                await asyncio.sleep(GATHER_S)
         except TimeoutError:
             pass
 
@@ -150,7 +153,7 @@ class TaskStream(Stream):
         for claim in claims:
             self._holding.add(claim.session)
             start(self._session(claim))
-        return bool(claims)
+        return len(claims) == CLAIM_LIMIT
 
     async def _session(self, claim: ClaimedSample) -> None:
         try:
@@ -195,7 +198,7 @@ class RewardStream(Stream):
         claims = await self._client.claim_scores(self._given.run, self._given.worker_slot, free)
         for claim in claims:
             start(self._score(claim))
-        return bool(claims)
+        return len(claims) == free
 
     async def _score(self, claim: ClaimedScore) -> None:
         outcome = await self._run_reward(claim)

@@ -71,7 +71,14 @@ async def serve(state: StateFolder, host: str, port: int) -> None:
         raise ConfigError(f"--host {host}: without a control key the proxy binds to loopback only")
     async with serving(state) as app:
         config = uvicorn.Config(
-            app, host, port, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
+            app,
+            host,
+            port,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            lifespan="off",
+            timeout_graceful_shutdown=SHUTDOWN_S,
         )
         await _Server(config).serve()
 

@@ -100,7 +100,7 @@ def control_app(service: Service, control_key: str) -> FastAPI:
     """The FastAPI application over ``service``; only ``/healthz`` needs no key."""
     app = FastAPI(title="SeamlessFlow proxy, control API", docs_url=None, redoc_url=None, openapi_url=None)
 
-    def authorised(authorization: str = Header(default="")) -> None:
+    async def authorised(authorization: str = Header(default="")) -> None:
         given = authorization.removeprefix("Bearer ").strip()
         if not secrets.compare_digest(given.encode(), control_key.encode()):
             raise errors.AuthenticationFailed("the control API needs `Authorization: Bearer <control key>`")
