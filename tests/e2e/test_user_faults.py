@@ -288,6 +288,28 @@ def test_status_and_audit_show_each_cause_with_what_happened_to_the_last_one(fau
     assert {row["cause"]: row["attempts"] for row in answer["failures"]} == answer["books"]["failed"]
 
 
+def test_an_agent_that_cannot_be_imported_ends_the_run_at_once_and_says_why(faulty: Faulty, tiny_model: Path) -> None:
+    folder, state = faulty.job.file.parent, faulty.job.state
+    (folder / "unimportable.py").write_text(
+        'raise ImportError("no library of that name")\nasync def run(task, llm): ...'
+    )
+    job = write_job(folder, tiny_model, "unimportable", agent={"target": "unimportable:run", "options": {}})
+    done = seamlessflow(*job.demo()[1:], cwd=folder, limit_s=120)
+    assert done.returncode == 1, done.stderr
+    assert (
+        "run unimportable failed: RunFailed: ConfigError: target 'unimportable:run' cannot be imported" in done.stderr
+    )
+    assert "ImportError: no library of that name" in done.stderr
+    assert stack.running(state)
+    ledger = faulty.ledger()
+    try:
+        books = ledger.books(job.run)
+    finally:
+        ledger.close()
+    assert books.balanced
+    assert books.pending == {}
+
+
 def test_a_run_file_for_other_nodes_is_refused_and_the_running_cluster_stays_as_it_is(
     faulty: Faulty, tmp_path: Path
 ) -> None:
@@ -305,6 +327,6 @@ def test_a_run_file_for_other_nodes_is_refused_and_the_running_cluster_stays_as_
     assert stack.StackStatus.read(state) == before
     ledger = faulty.ledger()
     try:
-        assert [info.run for info in ledger.runs()] == [faulty.job.run]
+        assert "elsewhere" not in [info.run for info in ledger.runs()]
     finally:
         ledger.close()
