@@ -27,6 +27,7 @@ FLAGS = (
 )
 SHOTS = "SEAMLESSFLOW_SCREENSHOTS"
 LIMIT_S = 60.0
+WORKFLOW_URL = re.compile(r"/workflows/([^/?]+/[0-9a-f-]{36})")
 
 
 def chromium() -> str | None:
@@ -52,6 +53,7 @@ class TemporalUi:
 
     def __init__(self, page: Page, url: str, namespace: str, shots: Path) -> None:
         self.page = page
+        self._place = (url, namespace)
         self._workflows = f"{url}/namespaces/{namespace}/workflows"
         self._shots = Path(os.environ.get(SHOTS) or shots)
         self._shots.mkdir(parents=True, exist_ok=True)
@@ -89,9 +91,9 @@ class TemporalUi:
 
     def open_tab(self, tab: str) -> None:
         """A tab of the workflow whose page is open. *Example*: ``user-metadata``."""
-        found = re.search(r"(/workflows/[^/?]+/[0-9a-f-]{36})", self.page.url)
+        found = WORKFLOW_URL.search(self.page.url)
         assert found, f"{self.page.url} is no workflow"
-        self.page.goto(self._workflows + found[1].removeprefix("/workflows") + f"/{tab}")
+        self.page.goto(f"{self._workflows}/{found[1]}/{tab}")
 
     def status(self) -> str:
         """The badge beside the workflow's name. *Example*: ``RUNNING``."""
@@ -119,6 +121,17 @@ class TemporalUi:
             self.page.keyboard.press("r")
         self.shot("details-not-reached")
         raise AssertionError(f"waited {limit_s:g} s for {texts} in the current details, which are:\n{shown}")
+
+    @contextmanager
+    def followed(self, text: str) -> Iterator[TemporalUi]:
+        """The UI in the new window that a link of the current details opens."""
+        with self.page.expect_popup() as popup:
+            self.page.frame_locator("#user-metadata-current-details").get_by_role("link", name=text).first.click()
+        try:
+            popup.value.wait_for_url(WORKFLOW_URL)
+            yield TemporalUi(popup.value, *self._place, self._shots)
+        finally:
+            popup.value.close()
 
     def shot(self, name: str) -> Path:
         """A picture of the window."""

@@ -13,9 +13,10 @@ from temporal_ui import TemporalUi, browser_page, chromium
 
 from cli import stack
 from workers.cluster import StateFolder
-from workflows.queues import CONTROL_QUEUE
 from workflows.messages import Pause, RunInput
+from workflows.queues import CONTROL_QUEUE
 
+pytestmark = pytest.mark.timeout(600)
 PAGE = Path(__file__).parents[2] / "docs" / "temporal-ui.md"
 BLANK_BYTES = 20_000
 """A picture of an empty window is smaller."""
@@ -89,7 +90,7 @@ def test_a_run_started_with_one_json_shows_what_it_does_and_is_paused_and_resume
     ):
         assert re.search(rf"^{name}\n.*{re.escape(example_data)}", offered, re.MULTILINE), offered
 
-    paused = ui.details_until("paused", "rolls out with weights 0")
+    paused = ui.details_until("paused", "serves weights 0")
     assert "Paused (drain) by ann: the UI is tried" in paused
     assert "0 of 2 steps done" in paused
     assert re.search(r"node-a\s+rollout, train\s", paused)
@@ -103,6 +104,10 @@ def test_a_run_started_with_one_json_shows_what_it_does_and_is_paused_and_resume
     assert re.search(r"groups\s+\d+ trained, \d+ with equal rewards, 0 stale", done)
     assert "Last failure: none" in done
     assert ui.shot("run-finished").stat().st_size > BLANK_BYTES
+    with ui.followed("pool of nodes") as pool:
+        nodes = pool.details_until("Last decisions")
+        pool.shot("pool")
+    assert re.search(r"node-b\s+rollout\s+free\s+up\b", nodes)
 
 
 @pytest.mark.e2e
