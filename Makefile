@@ -26,7 +26,8 @@ $(READY): $(LOCKS) pyproject.toml requirements/install.sh
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/seamlessflow demo examples/demo.yaml --build examples.models.smollm2 --state $(STATE)/demo
+	@$(BIN)/seamlessflow demo examples/demo.yaml --build examples.models.smollm2 \
+	  --build examples.calculator.make_tasks --state $(STATE)/demo
 
 demo-tiny: $(READY)
 	@$(BIN)/seamlessflow demo examples/demo-tiny.yaml --build examples.models.tiny --state $(STATE)/demo-tiny
