@@ -91,19 +91,21 @@ class StateFolder:
 
     def write(self, config: ClusterConfig, secrets: Secrets) -> None:
         """Replace both files atomically; ``secrets.json`` is readable by its owner only."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        for name, text, mode in (
-            ("cluster.json", config.model_dump_json(indent=2), 0o644),
-            ("secrets.json", secrets.model_dump_json(indent=2), 0o600),
-        ):
-            temporary = self.root / f".{name}.tmp"
-            temporary.unlink(missing_ok=True)
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-                file.write(text)
-            temporary.replace(self.root / name)
+        write_whole(self.root / "cluster.json", config.model_dump_json(indent=2), mode=0o644)
+        write_whole(self.root / "secrets.json", secrets.model_dump_json(indent=2))
 
     def _read(self, name: str) -> str:
         try:
             return (self.root / name).read_text()
         except FileNotFoundError:
             raise ConfigError(f"{self.root / name} does not exist: start the cluster with `seamlessflow up`") from None
+
+
+def write_whole(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Replace ``path`` at once, never by halves; unless ``mode`` says otherwise only its owner can read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+    temporary.replace(path)

@@ -19,6 +19,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from storage.errors import FencedError
+from workers.cluster import write_whole
 from workflows.messages import WeightsRef
 
 POLL_S = 0.05
@@ -81,12 +82,7 @@ class ResidencyFile(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace ``path`` atomically; readable by its owner only."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(self.model_dump_json())
-        temporary.replace(path)
+        write_whole(path, self.model_dump_json())
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

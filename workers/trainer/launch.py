@@ -5,12 +5,12 @@ It holds the control port's token, so it is written with mode 0600. No torch her
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from storage.errors import ConfigError
+from workers.cluster import write_whole
 from workflows.spec import RunSpec
 
 
@@ -74,7 +74,7 @@ class Launch(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace ``path`` atomically; readable by its owner only."""
-        write_private(path, self.model_dump_json())
+        write_whole(path, self.model_dump_json())
 
 
 class Residency(BaseModel):
@@ -102,14 +102,4 @@ class Residency(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace ``path`` atomically; readable by its owner only."""
-        write_private(path, self.model_dump_json())
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` atomically with a file of mode 0600."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
+        write_whole(path, self.model_dump_json())
