@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy, SearchAttributeKey
-from temporalio.exceptions import ActivityError, ApplicationError, FailureError
+from temporalio.exceptions import ApplicationError, FailureError
 from temporalio.workflow import ActivityCancellationType, ActivityHandle, ExternalWorkflowHandle
 
 from workflows.messages import GangProbe, GangView, LeaseEvent, TrainerTask
@@ -203,10 +203,6 @@ def reason_of(error: BaseException) -> str:
     if isinstance(seen, ApplicationError) and seen.type:
         return f"{seen.type}: {seen.message}"
     return f"{type(seen).__name__}: {seen}"
-
-
-def is_activity_failure(error: BaseException) -> bool:
-    return isinstance(error, ActivityError)
 
 
 def must_continue_as_new() -> bool:
