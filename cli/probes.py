@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
-from storage.objects import ObjectStore
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
@@ -17,6 +16,7 @@ from temporalio.service import RPCError
 
 from cli.servers import Probe, temporal_retention_command
 from storage.errors import DeadlineError, StorageError
+from storage.objects import ObjectStore
 from workers.cluster import StateFolder
 
 PAUSE_S = 0.2

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from storage.objects import ObjectStore
-
 from storage import shards
+from storage.objects import ObjectStore
 from workers.cluster import StateFolder
 
 
