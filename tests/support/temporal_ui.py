@@ -62,12 +62,13 @@ class TemporalUi:
         """*Start Workflow* with ``data`` as JSON, then the page of the new workflow."""
         page = self.page
         page.goto(self._workflows)
-        page.get_by_role("link", name="Start Workflow").or_(page.get_by_role("button", name="Start Workflow")).click()
+        exact = {"name": "Start Workflow", "exact": True}  # each row of the list offers "Start Workflow Like This One"
+        page.get_by_role("link", **exact).or_(page.get_by_role("button", **exact)).click()
         page.get_by_role("textbox", name="Workflow ID").fill(workflow)
         page.get_by_role("textbox", name="Task Queue").fill(queue)
         page.get_by_role("textbox", name="Workflow Type").fill(kind)
         self._type_json(data)
-        page.get_by_role("button", name="Start Workflow").click()
+        page.get_by_role("button", name="Start Workflow", exact=True).click()
         started = page.get_by_role("link", name="Workflow started successfully")
         started.wait_for()
         self.shot(f"{workflow}-started")

@@ -9,9 +9,16 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
+from children import remember
 
 Reply = dict[str, Any]
 Brain = Callable[[dict[str, Any]], Reply]
+
+
+@pytest.fixture(autouse=True)
+def _surroundings() -> None:
+    """So that tests can say which processes are theirs."""
+    remember()
 
 
 @dataclass

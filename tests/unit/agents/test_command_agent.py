@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from children import started
 
 from storage.errors import ConfigError
 from workers.agents.command import CommandAgent
@@ -81,11 +82,11 @@ open({str(pid_file)!r}, "w").write(str(child.pid))
 
 async def test_a_cancelled_command_is_killed() -> None:
     task = asyncio.create_task(run("import time; time.sleep(3600)"))
-    await until(lambda: bool(psutil.Process().children()))
+    await until(lambda: bool(started()))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert psutil.Process().children() == []
+    assert started() == []
 
 
 @pytest.mark.parametrize("target", ["", "'open quote", "no-such-program-anywhere --now"])

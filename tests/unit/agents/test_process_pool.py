@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from children import started
 
 from storage.errors import ConfigError
 from workers.agents.outcome import Outcome
@@ -97,7 +98,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[Callable[..., ProcessPool]]:
     yield make
     for one in made:
         await one.close()
-    assert psutil.Process().children(recursive=True) == []
+    assert started(recursive=True) == []
 
 
 def run(pool: ProcessPool, job: str, limit_s: float = LONG_S, **task: object) -> asyncio.Task[Outcome]:
@@ -118,7 +119,7 @@ async def test_many_sessions_run_at_the_same_time_in_one_process(pool: Callable[
     sleeping = [run(agents, f"s{n}", do="sleep", s=0.5) for n in range(40)]
     outcomes = await asyncio.gather(*sleeping, run(agents, "last", do="answer"))
     assert {outcome.value for outcome in outcomes[:-1]} == {"slept"}
-    assert len(psutil.Process().children()) == 1
+    assert len(started()) == 1
 
 
 async def test_an_agent_that_raises_fails_with_its_traceback_and_harms_nobody(pool: Callable[..., ProcessPool]) -> None:
@@ -236,7 +237,7 @@ async def test_sessions_are_spread_over_the_processes(pool: Callable[..., Proces
     await asyncio.sleep(0)
     pids = {(await run(agents, f"a{n}", do="answer")).value["pid"] for n in range(3)}
     assert len(pids) == 1
-    assert len(psutil.Process().children()) == 2
+    assert len(started()) == 2
     await busy
 
 
@@ -260,7 +261,7 @@ async def test_code_that_cannot_be_loaded_is_a_mistake_in_the_run_file(
     with pytest.raises(ConfigError, match=words):
         await run(agents, "s1", do="answer")
     await agents.close()
-    assert psutil.Process().children(recursive=True) == []
+    assert started(recursive=True) == []
 
 
 async def test_a_module_of_the_user_cannot_hide_one_of_ours(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
+from children import started
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
@@ -271,7 +271,7 @@ async def test_the_activities_run_user_code_beat_and_leave_no_process(spec: RunS
     control.log.clear()
     await in_activity(activities.stream_rewards, lambda: len(control.reports()) == 3)
     assert sorted(control.log) == [("s0", "reward", 0.0), ("s1", "reward_missing", None), ("s3", "reward", 0.3)]
-    assert psutil.Process().children(recursive=True) == []
+    assert started(recursive=True) == []
 
 
 @pytest.mark.parametrize("activity", ["stream_tasks", "stream_rewards"])
@@ -281,7 +281,7 @@ async def test_user_code_that_cannot_be_loaded_fails_the_activity_for_good(spec:
         await ActivityEnvironment().run(getattr(StreamActivities(cast(ControlClient, control)), activity), GIVEN)
     assert caught.value.non_retryable
     assert caught.value.type == "ConfigError"
-    assert psutil.Process().children(recursive=True) == []
+    assert started(recursive=True) == []
 
 
 async def test_data_that_is_not_there_fails_the_activity_for_good(spec: RunSpec) -> None:
