@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -76,7 +77,7 @@ class StreamActivities:
         return RunSpec.model_validate((await self._client.run_status(run))["spec"])
 
 
-class Stream:
+class Stream(ABC):
     """A loop that claims work, runs each piece as a task of its own, and claims again as soon as one ends."""
 
     def __init__(self, runner: Runner) -> None:
@@ -96,9 +97,9 @@ class Stream:
         finally:
             await self._runner.close()
 
+    @abstractmethod
     async def _claim(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> bool:
         """Claim what may run now and start it; whether there may be more at once."""
-        raise NotImplementedError
 
     def _start(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         self.running += 1
