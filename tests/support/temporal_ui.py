@@ -104,7 +104,9 @@ class TemporalUi:
         """*Result* of the open workflow once its badge says ``status``."""
         page = self.page
         page.get_by_role("main").get_by_role("status").filter(has_text=re.compile(status, re.IGNORECASE)).wait_for()
-        text = page.get_by_role("textbox", name="Result").inner_text()
+        result = page.get_by_role("textbox", name="Result").filter(has_text="{")  # it reads "null" until it is loaded
+        result.wait_for()
+        text = result.inner_text()
         self.shot(f"result-{status}")
         return text
 

@@ -331,6 +331,7 @@ async def test_a_data_stream_that_ends_under_a_living_run_is_started_again(world
     world.claims_open.clear()
     run = await world.start()
     await world.until("wait for batch 0")
+    await world.until("stream train")
     await world.client.get_workflow_handle(calls.data_id(world.run)).signal("stop")
     await eventually(lambda: world.log.count("stream train") == 2, "a second stream")
     world.claims_open.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -177,13 +178,14 @@ async def test_down_ends_resident_engines_and_ranks_but_no_stranger_that_got_the
     await asyncio.gather(engine.wait(), rank.wait(), stranger.wait())
 
 
-async def test_a_parked_engine_is_ended_although_it_is_stopped(state: StateFolder) -> None:
-    engine = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
-    os.kill(engine.pid, signal.SIGSTOP)
-    state.node("n0").mkdir(parents=True)
-    write_json(state.node("n0") / "engine.json", ProcessRef.of(engine.pid).model_dump())
-    assert await asyncio.to_thread(stack.stop_residents, state) == 1
-    assert await engine.wait() == -signal.SIGTERM
+def test_a_parked_engine_is_ended_although_it_is_stopped(state: StateFolder) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as engine:
+        reference = ProcessRef.of(engine.pid)
+        os.kill(engine.pid, signal.SIGSTOP)
+        state.node("n0").mkdir(parents=True)
+        write_json(state.node("n0") / "engine.json", reference.model_dump())
+        assert stack.stop_residents(state) == 1
+        assert not reference.alive()
 
 
 def test_only_one_supervisor_can_hold_a_state_folder(state: StateFolder) -> None:
