@@ -96,7 +96,8 @@ def test_every_token_logprob_and_version_in_every_shard_is_the_engines_own(finis
                 assert np.array_equal(np.asarray(log["versions"][:count])[known], versions[start:end][known])
                 assert known.all() or not generation.trainable
                 checked += count
-    assert checked > 300
+    sampled = sum(len(span.ids) for shard in shards(job) for span in shard.spans if span.kind == "completion")
+    assert checked == sampled > 0
 
 
 def _ids_above(shard: Shard, span: int) -> list[int]:

@@ -178,14 +178,20 @@ async def test_down_ends_resident_engines_and_ranks_but_no_stranger_that_got_the
     await asyncio.gather(engine.wait(), rank.wait(), stranger.wait())
 
 
-def test_a_parked_engine_is_ended_although_it_is_stopped(state: StateFolder) -> None:
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as engine:
+def test_a_parked_engine_is_ended_although_it_is_stopped(state: StateFolder, tmp_path: Path) -> None:
+    told = tmp_path / "got-sigterm"
+    script = 'trap "touch $0; exit 0" TERM; echo ready; while :; do sleep 0.1; done'
+    command = ["bash", "-c", script, str(told)]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"ready\n"
         reference = ProcessRef.of(engine.pid)
         os.kill(engine.pid, signal.SIGSTOP)
         state.node("n0").mkdir(parents=True)
         write_json(state.node("n0") / "engine.json", reference.model_dump())
         assert stack.stop_residents(state) == 1
         assert not reference.alive()
+    assert told.exists(), "it was asked to end before it was killed"
 
 
 def test_only_one_supervisor_can_hold_a_state_folder(state: StateFolder) -> None:
