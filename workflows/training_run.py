@@ -68,6 +68,7 @@ from workflows.spec import RunSpec
 ENGINE_LIMIT = timedelta(minutes=15)
 SYNC_LIMIT = timedelta(minutes=15)
 END_LIMIT = timedelta(seconds=60)
+DATA_CLOSES = timedelta(seconds=1)
 MAX_LOSSES = 5
 POOL_TRIES = 30
 POOL_PAUSE = timedelta(seconds=1)
@@ -283,7 +284,8 @@ class TrainingRun:
             member = trainer_task(self.spec, plan, view.node, newest, lease="", epoch=0)
             self.warming.append(calls.warm_ranks(member))
 
-    async def _start_data(self) -> None:
+    async def _start_data(self) -> bool:
+        """Start the data stream; false if one with its id still runs."""
         task = DataInput(
             run=self.spec.run,
             owner=calls.run_id(self.spec.run),
@@ -299,6 +301,8 @@ class TrainingRun:
             )
         except WorkflowAlreadyStartedError:
             workflow.logger.info("the data stream of an earlier execution still runs; it is used")
+            return False
+        return True
 
     def _over(self) -> bool:
         if self.fatal:
@@ -453,8 +457,13 @@ class TrainingRun:
                 if key in self.state.engines:
                     await self._bring_up(self.state.engines[key])
             if self.data_stopped and self.state.phase not in ENDED and not self._cut_short():
-                self.data_stopped = False  # it was told to stop for an earlier execution of the run, or by hand
-                await self._start_data()
+                # It was told to stop for an earlier execution of the run, or by hand. It says so as its last act, so
+                # it may not have closed yet: then its id is still taken.
+                if await self._start_data():
+                    self.data_stopped = False
+                else:
+                    await workflow.sleep(DATA_CLOSES)
+                    self.dirty = True
             self.reconciling = False
             self._show()
 
