@@ -54,7 +54,8 @@ class _Server(uvicorn.Server):
 async def serving(state: StateFolder) -> AsyncIterator[App]:
     """The whole application of one proxy process over ``state``."""
     cluster, secrets = state.cluster(), state.secrets()
-    ledger, journal = Ledger(cluster.ledger_url), Journal(cluster.journal_url)
+    ledger = Ledger(cluster.ledger_url, durability=cluster.durability)
+    journal = Journal(cluster.journal_url, cluster.durability)
     service = Service(ledger, journal, ObjectStore.from_state(state), make_engine, base_url=cluster.proxy)
     await service.start()
     try:

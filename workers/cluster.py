@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -39,6 +40,8 @@ class ClusterConfig(BaseModel):
     """SQLAlchemy URL of the ledger; opened by proxy and control processes only."""
     journal_url: str
     """SQLAlchemy URL of the journal; opened by the proxy only."""
+    durability: Literal["process", "power"] = "process"
+    """What a committed token or ledger row survives: any crash of ours, or a power cut too."""
 
 
 class Secrets(BaseModel):
