@@ -14,16 +14,21 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.base import AnswerHead, AnswerTail, Dialect, TokenInfo, TurnRequest
+from proxy.answering import Answering, Event
+from proxy.dialects.anthropic import AnthropicDialect
+from proxy.dialects.base import AnswerHead, ChoiceAnswer, Dialect, StreamWriter, TokenInfo, TurnRequest
 from proxy.dialects.chat import ChatDialect
-from proxy.generation import Generation
+from proxy.dialects.completions import CompletionsDialect
+from proxy.dialects.responses import ResponsesDialect
 from proxy.sessions import LiveSession, Sessions
+from proxy.trajectory.turn import Choice
 from storage.errors import AuthenticationFailed, InvalidRequest, NotFoundError, SeamlessFlowError, SessionClosed
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = dict[bytes, bytes]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEEP_ALIVE_S = 15.0
@@ -31,8 +36,20 @@ KEEP_ALIVE_S = 15.0
 MAX_BODY = 64 * 1024 * 1024
 """Longest request body in bytes."""
 
-DIALECTS: dict[str, Dialect] = {"/chat/completions": ChatDialect()}
+WHOLE_KEEP_ALIVE_S = 240.0
+"""An answer that is sent whole and is not there after so long is kept open with white space; its status is then
+sent already, so that a failure behind it breaks the connection instead of looking like an answer."""
+
+_ANTHROPIC = AnthropicDialect()
+DIALECTS: dict[str, Dialect] = {
+    "/chat/completions": ChatDialect(),
+    "/completions": CompletionsDialect(),
+    "/responses": ResponsesDialect(),
+    "/messages": _ANTHROPIC,
+}
 """Path below ``/v1`` -> what is spoken there."""
+COUNTERS = {"/messages/count_tokens": _ANTHROPIC}
+"""Path below ``/v1`` -> the dialect that is asked there for the length of a prompt."""
 
 _JSON = (b"content-type", b"application/json")
 _STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -55,91 +72,126 @@ class AgentApp:
             await self._control(scope, receive, send)
             return
         session, endpoint = _split(path)
-        dialect = DIALECTS.get(endpoint, DIALECTS["/chat/completions"])
+        dialect = _spoken(endpoint, _headers(scope))
         try:
-            await self._serve(scope, receive, send, session, endpoint, dialect)
+            await self._serve(scope, receive, send, session, endpoint)
         except SeamlessFlowError as error:
             await _reply_error(send, dialect, error)
+        except _Broken:
+            raise
         except Exception as error:  # noqa: BLE001  # a defect of ours gets the dialect's error shape, and the log
             _log.exception("%s %s", scope["method"], path)
             await _reply_error(send, dialect, RuntimeError(f"internal error: {type(error).__name__}"))
 
-    async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, session: str | None, endpoint: str, dialect: Dialect
-    ) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, session: str | None, endpoint: str) -> None:
         headers = _headers(scope)
         live = await self._sessions.authenticate(session, _key(headers))
-        if endpoint == "/models" and scope["method"] == "GET":
-            await _reply(send, 200, [_JSON], _models(live))
+        if endpoint.startswith("/models") and scope["method"] == "GET":
+            await _reply(send, 200, [_JSON], _models(live.session.policy.model, endpoint))
             return
-        if endpoint not in DIALECTS:
+        if endpoint not in DIALECTS and endpoint not in COUNTERS:
             raise NotFoundError(f"{scope['path']} is not served here: only {', '.join('/v1' + p for p in DIALECTS)}")
         if scope["method"] != "POST":
             raise InvalidRequest(f"{scope['method']} {scope['path']}: only POST is allowed")
         body = await _body(receive)
         if body is None:
             return
+        if endpoint in COUNTERS:
+            counter = COUNTERS[endpoint]
+            length = await asyncio.to_thread(live.prompt_length, counter.parse_count(body))
+            await _reply(send, 200, [_JSON], counter.count(length))
+            return
+        await self._answer(receive, send, live, DIALECTS[endpoint], body, headers)
+
+    async def _answer(
+        self,
+        receive: Receive,
+        send: Send,
+        live: LiveSession,
+        dialect: Dialect,
+        body: bytes,
+        headers: Headers,
+    ) -> None:
         request = dialect.parse(body)
-        generation = await live.request(
+        answering = await live.request(
             request,
             body,
             retried=_retries(headers) > 0,
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
         )
         gone = asyncio.create_task(_disconnected(receive))
-        answer = _Answer(live, request, generation, dialect, send)
+        answer = _Answer(live, request, answering, dialect, send)
         writing = asyncio.create_task(answer.stream() if request.stream else answer.whole())
         try:
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 await writing
         finally:
-            generation.detach()
+            answering.detach()
             for task in (writing, gone):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError):
+                with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken):
                     await task
 
 
+class _Broken(Exception):
+    """The answer failed when its status had been sent: the server drops the connection."""
+
+
 class _Answer:
-    """One reader of a generation, writing to one client."""
+    """One reader of an answer, writing to one client."""
 
     def __init__(
-        self, live: LiveSession, request: TurnRequest, generation: Generation, dialect: Dialect, send: Send
+        self, live: LiveSession, request: TurnRequest, answering: Answering, dialect: Dialect, send: Send
     ) -> None:
         self._request = request
-        self._generation = generation
+        self._answering = answering
         self._dialect = dialect
         self._send = send
         self._renderer = live.session.renderer
-        turn = generation.turn
-        self._head = AnswerHead(turn.generation, turn.created, live.session.policy.model)
-        self._told = 0
+        turn = answering.turn
+        generations = tuple(choice.generation for choice in turn.choices)
+        model = live.session.policy.model
+        self._head = AnswerHead(generations[0], turn.created, model, turn.prompt_tokens, request, generations)
+        self._told = [0] * len(turn.choices)
 
     async def whole(self) -> None:
-        generation = self._generation
-        while not generation.done:
-            await generation.news(len(generation.deltas))
-        self._raise_failure()
-        turn = generation.turn
-        assert turn.answer is not None, "a finished turn has its answer"  # noqa: S101  # for the type checker
-        tokens = self._tokens(len(turn.recording.ids)) if self._request.logprobs else None
-        await _reply(self._send, 200, [_JSON], self._dialect.answer(self._head, self._tail(), turn.answer, tokens))
+        answering, waited = self._answering, 0.0
+        started = False
+        while not answering.done:
+            if await answering.news(len(answering.events), KEEP_ALIVE_S):
+                continue
+            waited += KEEP_ALIVE_S
+            if waited >= WHOLE_KEEP_ALIVE_S:
+                if not started:
+                    await self._send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
+                    started = True
+                await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
+        try:
+            self._raise_failure()
+        except Exception as error:
+            if started:
+                raise _Broken from error
+            raise
+        body = self._dialect.answer(self._head, [self._choice(choice) for choice in answering.turn.choices])
+        if started:
+            await self._send({"type": "http.response.body", "body": body})
+        else:
+            await _reply(self._send, 200, [_JSON], body)
 
     async def stream(self) -> None:
-        """Headers wait for the first delta, so that an early failure gets its status; keep-alives may force them."""
-        generation, writer = self._generation, self._dialect.stream(self._head, self._request)
+        """Headers wait for the first event, so that an early failure gets its status; keep-alives may force them."""
+        answering, writer = self._answering, self._dialect.stream(self._head)
         seen, started = 0, False
-        while not (generation.done and seen == len(generation.deltas)):
-            if not await generation.news(seen, KEEP_ALIVE_S):
+        while not (answering.done and seen == len(answering.events)):
+            if not await answering.news(seen, KEEP_ALIVE_S):
                 data = self._dialect.keep_alive
-            elif generation.done and not started and self._failed():
-                self._raise_failure()
-                return
+            elif answering.done and not started and not answering.finished:
+                break
             else:
-                deltas = generation.deltas[seen:]
-                seen += len(deltas)
-                data = b"".join(writer.delta(delta, self._asked_tokens(delta.tokens)) for delta in deltas)
+                events = answering.events[seen:]
+                seen += len(events)
+                data = b"".join([self._written(writer, event) for event in events])
             if not started:
                 started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
@@ -148,42 +200,49 @@ class _Answer:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
         if not started:
             self._raise_failure()
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
         try:
             self._raise_failure()
-            end = writer.closing(self._tail(), self._asked_tokens(len(generation.turn.recording.ids)))
+            end = writer.closing()
         except Exception as error:  # noqa: BLE001  # the stream has begun: whatever failed is told inside it
             end = writer.failure(error)
-        if not started:
-            end = writer.opening() + end
         await self._send({"type": "http.response.body", "body": end})
 
-    def _failed(self) -> bool:
-        return self._generation.turn.status != "finished"
+    def _written(self, writer: StreamWriter, event: Event) -> bytes:
+        if event.delta is not None:
+            return writer.delta(event.choice, event.delta, self._asked_tokens(event.choice, event.delta.tokens))
+        choice = self._answering.turn.choices[event.choice]
+        return writer.finish(self._choice(choice)) if choice.status == "finished" else b""
 
     def _raise_failure(self) -> None:
-        if self._generation.error is not None:
-            raise self._generation.error
-        if self._failed():
+        if self._answering.error is not None:
+            raise self._answering.error
+        if not self._answering.finished:
             raise SessionClosed("the session ended while this answer was generated")
 
-    def _tail(self) -> AnswerTail:
-        turn = self._generation.turn
-        assert turn.finish_reason is not None, "a finished turn has its reason"  # noqa: S101  # for the type checker
-        return AnswerTail(turn.finish_reason, turn.prompt_tokens, len(turn.recording.ids))
+    def _choice(self, choice: Choice) -> ChoiceAnswer:
+        assert choice.answer is not None and choice.finish_reason is not None, "it has finished"  # noqa: S101, PT018  # for the type checker
+        count = len(choice.recording.ids)
+        tokens = self._tokens(choice.index, count) if self._request.logprobs else None
+        return ChoiceAnswer(
+            choice.index, choice.generation, choice.answer, choice.finish_reason, choice.stop_string, count, tokens
+        )
 
-    def _asked_tokens(self, until: int) -> Sequence[TokenInfo]:
-        return self._tokens(until) if self._request.logprobs else ()
+    def _asked_tokens(self, choice: int, until: int) -> Sequence[TokenInfo]:
+        return self._tokens(choice, until) if self._request.logprobs else ()
 
-    def _tokens(self, until: int) -> list[TokenInfo]:
+    def _tokens(self, choice: int, until: int) -> tuple[TokenInfo, ...]:
         """Tokens not yet told, without those that have no text for the agent."""
-        recording = self._generation.turn.recording
-        first, self._told = self._told, until
-        return [
-            TokenInfo(self._renderer.token_text(token), logprob)
-            for token, logprob in zip(recording.ids[first:until], recording.logprobs[first:until], strict=True)
-            if token not in self._renderer.eos_ids
-        ]
+        recording, renderer = self._answering.turn.choices[choice].recording, self._renderer
+        first, self._told[choice] = self._told[choice], until
+        return tuple(
+            TokenInfo(
+                renderer.token_text(recording.ids[at]),
+                recording.logprobs[at],
+                tuple((renderer.token_text(int(token)), value) for token, value in recording.tops.get(at, ())),
+            )
+            for at in range(first, until)
+            if recording.ids[at] not in renderer.eos_ids
+        )
 
 
 def _split(path: str) -> tuple[str | None, str]:
@@ -191,21 +250,31 @@ def _split(path: str) -> tuple[str | None, str]:
     if path.startswith("/v1/"):
         return None, path[3:]
     session, separator, rest = path[3:].partition("/v1/")
-    return session, "/" + rest if separator else ""
+    # Some clients add /v1 to a base URL that ends with it.
+    return session, "/" + rest.removeprefix("v1/") if separator else ""
 
 
-def _headers(scope: Scope) -> dict[bytes, bytes]:
+def _spoken(endpoint: str, headers: Headers) -> Dialect:
+    """In whose words errors are told; an unknown endpoint's client shows itself by its headers."""
+    if endpoint in DIALECTS:
+        return DIALECTS[endpoint]
+    return _ANTHROPIC if b"anthropic-version" in headers or endpoint in COUNTERS else DIALECTS["/chat/completions"]
+
+
+def _headers(scope: Scope) -> Headers:
     return dict(scope["headers"])
 
 
-def _key(headers: dict[bytes, bytes]) -> str:
+def _key(headers: Headers) -> str:
     kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if kind.lower() != "bearer" or not key.strip():
-        raise AuthenticationFailed("no API key: send `Authorization: Bearer <api_key of the session>`")
+        key = headers.get(b"x-api-key", b"").decode("latin-1")
+    if not key.strip():
+        raise AuthenticationFailed("no API key: send `Authorization: Bearer <api_key of the session>` or `x-api-key`")
     return key.strip()
 
 
-def _retries(headers: dict[bytes, bytes]) -> int:
+def _retries(headers: Headers) -> int:
     value = headers.get(b"x-stainless-retry-count", b"0")
     return int(value) if value.isdigit() else 0
 
@@ -232,9 +301,20 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _models(live: LiveSession) -> bytes:
-    model = {"id": live.session.policy.model, "object": "model", "created": 0, "owned_by": "seamlessflow"}
-    return orjson.dumps({"object": "list", "data": [model]})
+def _models(name: str, endpoint: str) -> bytes:
+    """The list, or the one model; fields of both vendors, each of which reads its own."""
+    model = {
+        "id": name,
+        **{"object": "model", "created": 0, "owned_by": "seamlessflow"},
+        **{"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"},
+    }
+    if endpoint == "/models":
+        return orjson.dumps({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+    if endpoint != f"/models/{name}":
+        raise NotFoundError(
+            f"the model {endpoint.removeprefix('/models/')!r} does not exist: this session has {name!r}"
+        )
+    return orjson.dumps(model)
 
 
 async def _reply(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from proxy.shard_writer import trainable
-from proxy.trajectory.session import Session, Turn
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Choice
 from storage import shards
 from storage.ledger import TRAIN, Ledger, State
 
@@ -35,16 +35,19 @@ def audit(run: str, ledger: Ledger, store: Store, rebuild: Callable[[str], Sessi
         if row.session is None or not (row.state in _IN_SHARDS or (row.state is State.FILTERED and row.tokens)):
             continue
         sessions += 1
-        for turn in rebuild(row.session).turns:
-            if not turn.recording.ids:
+        session = rebuild(row.session)
+        trainable = session.trainable()
+        for turn, choice in session.generations():
+            tokens = len(choice.recording.ids)
+            if not tokens:
                 continue
-            tokens_journalled += len(turn.recording.ids)
-            problem = _compare(turn, found.get(turn.generation))
+            tokens_journalled += tokens
+            problem = _compare(choice, found.get(choice.generation), choice.generation in trainable)
             if problem:
-                tokens_lost += len(turn.recording.ids)
-                mismatches.append(f"session {row.session}, turn {turn.index}: {problem}")
+                tokens_lost += tokens
+                mismatches.append(f"session {row.session}, turn {turn.index}, choice {choice.index}: {problem}")
             else:
-                tokens_in_shards += len(turn.recording.ids)
+                tokens_in_shards += tokens
     return {
         "sessions": sessions,
         "tokens_journalled": tokens_journalled,
@@ -67,13 +70,13 @@ def _shard_generations(run: str, store: Store) -> dict[str, _Found]:
     return found
 
 
-def _compare(turn: Turn, found: _Found | None) -> str:
+def _compare(choice: Choice, found: _Found | None, trainable: bool) -> str:
     """What differs, empty if nothing does: ids, log-probs bit by bit, versions, and the mask."""
     if found is None:
         return "in no shard"
     shard, generation = found
     spans = [shard.spans[index] for index in generation.spans]
-    recording = turn.recording
+    recording = choice.recording
     ids = np.concatenate([span.ids for span in spans])
     if not np.array_equal(ids, np.asarray(recording.ids, np.int32)):
         return "other ids"
@@ -82,4 +85,4 @@ def _compare(turn: Turn, found: _Found | None) -> str:
         return "other log-probs"
     if np.concatenate([span.token_versions() for span in spans]).tolist() != recording.versions:
         return "other versions"
-    return "" if generation.trainable == trainable(turn) else "other mask"
+    return "" if generation.trainable == trainable else "other mask"

@@ -12,22 +12,25 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import orjson
 
 from proxy.ids import new_id
 from proxy.meter import Counters
 from proxy.routes import RouteTable, RouteUse
 from proxy.trajectory import replay
 from proxy.trajectory.answer import Delta
-from proxy.trajectory.policy import segment_seed
+from proxy.trajectory.policy import choice_seed, segment_seed
 from proxy.trajectory.recording import Marks, Segment
 from proxy.trajectory.replay import Entry
-from proxy.trajectory.session import Session, Turn
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Choice, Turn
 from proxy.upstream import Upstream
 from storage.errors import (
+    CannotContinue,
     ContextLengthExceeded,
     DeadlineError,
     EngineProtocolError,
@@ -57,67 +60,50 @@ class Services:
 
 
 class Generation:
-    """One turn's generation. ``deltas`` only grows; every reader keeps its own position in it.
+    """The owner of one choice; ``show`` is called with its new deltas and whether it is done.
 
-    ``opening`` is the append of the turn itself, which nothing may overtake. A
-    turn that is finished already is only shown again.
+    ``opening`` is the append of the turn itself, which nothing may overtake. A choice that is finished already is
+    only shown again.
     """
 
     def __init__(
-        self, services: Services, session: Session, turn: Turn, opening: asyncio.Task[None] | None = None
+        self,
+        services: Services,
+        session: Session,
+        turn: Turn,
+        choice: Choice,
+        show: Callable[[list[Delta], bool], None],
+        opening: asyncio.Task[None] | None = None,
     ) -> None:
         self._services = services
         self._session = session
         self._opening = opening
+        self._show = show
         self.turn = turn
-        self.deltas: list[Delta] = []
+        self.choice = choice
         self.error: Exception | None = None
-        self.done = False
-        self.leaving = False
-        """The last reader went away; it ends as soon as the engine lets go."""
-        self._readers = 0
-        self._news = asyncio.Event()
+        self.done = choice.status == "finished"
+        self._leaving = False  # the last reader went away; it ends as soon as the engine lets go
         self._upstream: Upstream | None = None
         self._idle = False  # waiting for a route or for time to pass: nothing is lost by a cancellation
         self._builder = session.builder(turn)
-        _, deltas = self._builder.feed(turn.recording.ids)
-        self.deltas += deltas
         self._task: asyncio.Task[None] | None = None
-        if turn.status == "finished":
-            self.deltas += self._builder.finish(ended=turn.finish_reason != "length")
-            self.done = True
+        _, deltas = self._builder.feed(choice.recording.ids)
+        if self.done:
+            deltas += self._builder.finish(ended=choice.finish_reason != "length")
         else:
-            self._task = asyncio.create_task(self._run(), name=f"generation {turn.generation}")
-
-    def attach(self) -> None:
-        """A reader comes."""
-        self._readers += 1
-
-    def detach(self) -> None:
-        """A reader goes; without readers the engine is told to stop, what it made stays."""
-        self._readers -= 1
-        if self._readers == 0:
-            self.stop()
+            self._task = asyncio.create_task(self._run(), name=f"generation {choice.generation}")
+        show(deltas, self.done)
 
     def stop(self) -> None:
-        """Leave the engine; what was generated stays, and the turn can be continued."""
+        """Leave the engine; what was generated stays, and the choice can be continued."""
         if self.done:
             return
-        self.leaving = True
+        self._leaving = True
         if self._upstream is not None:
             self._upstream.interrupt()
         elif self._idle and self._task is not None:
             self._task.cancel()
-
-    async def news(self, seen: int, timeout_s: float | None = None) -> bool:
-        """Wait until there are more than ``seen`` deltas or the generation is done; False: nothing in ``timeout_s``."""
-        while len(self.deltas) <= seen and not self.done:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            except TimeoutError:
-                return False
-        return True
 
     async def gone(self) -> None:
         """Wait for the owner's end, however it ends."""
@@ -128,25 +114,26 @@ class Generation:
         try:
             await self._generate()
         except asyncio.CancelledError:
-            if not self.leaving:
+            if not self._leaving:
                 raise
         except SeamlessFlowError as error:
             await self._fail(error)
         except Exception as error:  # noqa: BLE001  # a defect of ours must reach the readers, or they wait for ever
-            _log.exception("generation %s", self.turn.generation)
+            _log.exception("generation %s", self.choice.generation)
             await self._fail(error)
         finally:
-            if self.turn.status == "open":
-                self.turn.status = "aborted"
-            self.done = True
-            self._wake()
+            if self.choice.status == "open":
+                self.choice.status = "aborted"
+            if not self.done:
+                self.done = True
+                self._show([], True)
 
     async def _generate(self) -> None:
-        recording, used = self.turn.recording, self.turn.used
+        recording, used = self.choice.recording, self.turn.used
         limit = self._session.policy.hold_limit_s
         progress, idle, broken = time.monotonic(), 0, 0
         problem = ""
-        while not self.leaving:
+        while not self._leaving:
             before = len(recording.ids)
             # The engine may have died between the end-of-turn token and its word that it ended there.
             ended = before > 0 and recording.ids[-1] in self._session.renderer.eos_ids
@@ -166,7 +153,7 @@ class Generation:
                 progress, idle, broken = time.monotonic(), 0, 0
                 continue
             if problem:
-                _log.warning("generation %s goes on elsewhere: %s", self.turn.generation, problem)
+                _log.warning("generation %s goes on elsewhere: %s", self.choice.generation, problem)
             if time.monotonic() - progress > limit:
                 raise DeadlineError(f"{self._what()} got no token for {limit:g} s (pipeline.hold_limit_s): {problem}")
             self._idle = True
@@ -192,18 +179,21 @@ class Generation:
             self._services.routes.release(use, suspect=failed)
 
     async def _on_route(self, use: RouteUse, budget: int) -> bool:
-        turn, route = self.turn, use.route
-        used, start = turn.used, len(turn.recording.ids)
-        number = len(turn.recording.segments)
+        recording, route = self.choice.recording, use.route
+        start, number = len(recording.ids), len(recording.segments)
         rid = new_id()
-        seed = segment_seed(used.seed, number)
+        seed = segment_seed(choice_seed(self.turn.used.seed, self.choice.index), number)
+        sampling = self._sampling(budget, seed)
+        if start and not use.engine.continuable(sampling):
+            raise CannotContinue(
+                f"{self._what()} was cut after {start} tokens, and what it asks of sampling cannot go on elsewhere"
+            )
         segment = Segment(
             number, route.node, route.lease, route.engine_kind, rid, route.epoch, route.version, seed, start, start
         )
-        # Stop strings are found here: an engine cannot see one that straddles a cut.
-        stops = tuple(sorted(self._session.renderer.eos_ids))
-        sampling = Sampling(budget, used.temperature, used.top_p, stop_token_ids=stops, seed=seed)
-        prompt = np.concatenate([self._session.prompt_ids(turn), np.asarray(turn.recording.ids, np.int32)])
+        prompt = self._session.prompt_ids(self.turn)
+        if start:
+            prompt = np.concatenate([prompt, np.asarray(recording.ids, np.int32)])
         self._session.affinity = route.lease
         upstream = Upstream(use.engine, prompt.tolist(), sampling, request_id=rid, salt=f"wv:{route.version}")
         self._upstream = upstream
@@ -217,36 +207,56 @@ class Generation:
             self._upstream = None
             await upstream.close()
 
+    def _sampling(self, budget: int, seed: int | None) -> Sampling:
+        """Stop strings are not among it: they are found here, since an engine cannot see one that straddles a cut."""
+        used = self.turn.used
+        return Sampling(
+            budget,
+            used.temperature,
+            used.top_p,
+            used.top_k,
+            stop_token_ids=tuple(sorted(self._session.renderer.eos_ids)),
+            seed=seed,
+            presence_penalty=used.presence_penalty,
+            frequency_penalty=used.frequency_penalty,
+            logit_bias=used.logit_bias,
+            json_schema=None if used.json_schema is None else orjson.dumps(used.json_schema).decode(),
+            top_logprobs=used.top_logprobs,
+        )
+
     async def _take(self, batch: list[Chunk], segment: Segment) -> bool:
         """Journal a batch, then show it; True when the generation is over."""
-        recording = self.turn.recording
+        turn, choice, recording = self.turn, self.choice, self.choice.recording
         entries: list[Entry] = []
         if not recording.segments or recording.segments[-1] is not segment:
             recording.begin(segment)
-            entries.append(replay.segment_entry(self.turn, segment))
+            entries.append(replay.segment_entry(turn, choice, segment))
         ids, logprobs, marks = self._join(batch)
+        tops = [[[token, value] for token, value in top] for chunk in batch for top in chunk.tops]
         accepted, deltas = self._builder.feed(ids)
         self._services.counters.undelivered += len(ids) - accepted
-        ids, logprobs, marks = ids[:accepted], logprobs[:accepted], _cut_marks(marks, accepted)
+        ids, logprobs, marks, tops = ids[:accepted], logprobs[:accepted], _cut_marks(marks, accepted), tops[:accepted]
         if ids:
-            entries.append(replay.tokens_entry(self.turn, ids, logprobs, marks))
+            entries.append(replay.tokens_entry(turn, choice, ids, logprobs, marks, tops))
         spans = [[span.version, span.start, span.end] for chunk in batch for span in chunk.spans or ()]
         if spans:
-            entries.append(replay.spans_entry(self.turn, spans))
-        stopped = self._builder.stop_string is not None
+            entries.append(replay.spans_entry(turn, choice, spans))
+        stopped = self._builder.over
         finish = batch[-1].finish
         over = stopped or (finish is not None and finish.kind != "abort")
         ended = stopped or (finish is not None and finish.kind == "stop")
         if over:
-            entries.append(replay.end_entry(self.turn, ended=ended))
+            entries.append(replay.end_entry(turn, choice, ended=ended))
         await self._save(entries)
-        recording.add(ids, logprobs, marks)
+        recording.add(ids, logprobs, marks, tops)
         if spans:
             recording.amend(spans)
         if over:
-            deltas += self._session.complete(self.turn, self._builder, ended=ended)
+            deltas += self._session.complete(turn, choice, self._builder, ended=ended)
+            self.done = True
         self._services.counters.delivered += len(ids)
-        self._show(deltas, done=over)
+        if deltas or over:
+            self._show(deltas, over)
         if over and finish is None and self._upstream is not None:
             self._upstream.interrupt()
         return over
@@ -258,7 +268,7 @@ class Generation:
         for chunk in batch:
             ids += chunk.ids
             logprobs += chunk.logprobs
-            for version, count in self.turn.recording.marks(len(chunk.ids), chunk.version):
+            for version, count in self.choice.recording.marks(len(chunk.ids), chunk.version):
                 if marks and marks[-1][0] == version:
                     marks[-1][1] += count
                 elif count:
@@ -267,17 +277,19 @@ class Generation:
 
     async def _end(self, *, ended: bool) -> None:
         """Over without another token from an engine."""
-        await self._save([replay.end_entry(self.turn, ended=ended)])
-        self._show(self._session.complete(self.turn, self._builder, ended=ended), done=True)
+        await self._save([replay.end_entry(self.turn, self.choice, ended=ended)])
+        deltas = self._session.complete(self.turn, self.choice, self._builder, ended=ended)
+        self.done = True
+        self._show(deltas, True)
 
     async def _fail(self, error: Exception) -> None:
         self.error = error
-        self.turn.status, self.turn.fault = "failed", f"{type(error).__name__}: {error}"
-        self.turn.infra = not isinstance(error, RequestError | EngineRejected)
+        self.choice.status, self.choice.fault = "failed", f"{type(error).__name__}: {error}"
+        self.choice.infra = not isinstance(error, RequestError | EngineRejected)
         try:
-            await self._save([replay.fail_entry(self.turn)])
+            await self._save([replay.fail_entry(self.turn, self.choice)])
         except SeamlessFlowError as second:
-            _log.error("generation %s: its failure is not in the journal: %s", self.turn.generation, second)
+            _log.error("generation %s: its failure is not in the journal: %s", self.choice.generation, second)
 
     async def _save(self, entries: list[Entry]) -> None:
         if self._opening is not None:
@@ -285,16 +297,6 @@ class Generation:
             await opening
         if entries:
             await self._services.journal.append(*journal_records(self._session.id, entries))
-
-    def _show(self, deltas: list[Delta], *, done: bool) -> None:
-        if deltas or done:
-            self.deltas += deltas
-            self.done = self.done or done
-            self._wake()
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
     def _what(self) -> str:
         return f"turn {self.turn.index} of session {self._session.id}"

@@ -11,6 +11,7 @@ from proxy.trajectory.policy import Policy, derive_seed
 from proxy.trajectory.renderer import Renderer
 from storage.errors import ConfigError
 from storage.ledger import TRAIN, Ledger, SampleKey
+from workers.engines.base import FEATURES
 from workflows.spec import RunSpec
 
 
@@ -34,12 +35,14 @@ class Run:
             max_tokens=spec.sampling.max_tokens,
             temperature=greedy_or_not,
             top_p=spec.sampling.top_p,
+            top_k=-1,
             seed=None if key is None else derive_seed(spec.seed, key.stream, key.ordinal, key.sample),
             max_turns=spec.agent.max_turns,
             hold_limit_s=spec.pipeline.hold_limit_s,
             tool_parser=spec.model.tool_parser,
             tool_open=spec.model.tool_open,
             tool_close=spec.model.tool_close,
+            engine_features=tuple(sorted(FEATURES[spec.engine.kind])),
         )
 
 

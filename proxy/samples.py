@@ -11,7 +11,9 @@ from proxy.dialects.chat import response_message
 from proxy.runs import Run, Runs
 from proxy.sessions import LiveSession, Sessions, key_hash
 from proxy.shard_writer import ShardWriter
-from proxy.trajectory.session import Session, Turn
+from proxy.trajectory.canonical import Message
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Choice, Turn
 from storage.errors import InvalidRequest, NotFoundError
 from storage.ledger import TRAIN, Ledger, SampleClaim, SampleKey, SessionRecord, State
 
@@ -85,7 +87,7 @@ class SampleDesk:
         sealed = await live.seal()
         if live.fault:
             return await self._fail(live, key, INFRA, live.fault, retry=True)
-        if not any(turn.recording.ids for turn in sealed.turns):
+        if not any(choice.recording.ids for _, choice in sealed.generations()):
             detail = "the agent ended without an answer from the model"
             return await self._fail(live, key, NO_TURNS, detail, retry=False)
         await asyncio.to_thread(self._finish, key, live.record.attempt, sealed, output)
@@ -211,17 +213,20 @@ class SampleDesk:
 
 
 def transcript(session: Session) -> list[dict[str, Any]]:
-    """What the agent sent and got, turn by turn, in OpenAI's chat format."""
-    return [_exchange(session, turn) for turn in session.turns if turn.answer is not None]
+    """What the agent sent and got, choice by choice, in OpenAI's chat format."""
+    return [
+        _exchange(session, turn, choice, choice.answer)
+        for turn, choice in session.generations()
+        if choice.answer is not None
+    ]
 
 
-def _exchange(session: Session, turn: Turn) -> dict[str, Any]:
+def _exchange(session: Session, turn: Turn, choice: Choice, answer: Message) -> dict[str, Any]:
     messages = [message.for_chat() for message in session.messages(turn)]
-    assert turn.answer is not None  # noqa: S101  # chosen by transcript
     return {
         "request": {"messages": messages, **({"tools": list(turn.tools)} if turn.tools else {})},
         "response": {
-            "message": response_message(turn.answer, turn.generation),
-            "finish_reason": turn.finish_reason,
+            "message": response_message(answer, choice.generation),
+            "finish_reason": choice.finish_reason,
         },
     }

@@ -7,15 +7,17 @@ import hashlib
 import time
 from collections.abc import Sequence
 
+from proxy.answering import Answering
 from proxy.dialects.base import TurnRequest
-from proxy.generation import Generation, Services, journal_records
+from proxy.generation import Services, journal_records
 from proxy.ids import new_id
 from proxy.runs import Runs
 from proxy.trajectory import replay
 from proxy.trajectory.policy import Policy
 from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.replay import Entry
-from proxy.trajectory.session import Outcome, Session, Turn
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Outcome, Turn
 from storage.errors import AuthenticationFailed, SessionClosed
 from storage.journal import CLOSED, Journal
 from storage.ledger import Ledger, SessionRecord
@@ -37,26 +39,30 @@ class LiveSession:
         self.session = session
         self.interrupted = interrupted
         self._services = services
-        self._generations: dict[int, Generation] = {}
+        self._answering: dict[int, Answering] = {}
         self._placing = asyncio.Lock()
         self._sealing = asyncio.Lock()
 
     @property
     def fault(self) -> str:
         """Why infrastructure failed one of its turns, or empty. Such a session is no evidence of the policy."""
-        for turn in self.session.turns:
-            if turn.infra:
-                return turn.fault
-            if self.interrupted and turn.status == "aborted":
+        for turn, choice in self.session.generations():
+            if choice.infra:
+                return choice.fault
+            if self.interrupted and choice.status == "aborted":
                 return f"the proxy restarted during turn {turn.index}, which was never asked for again"
         return ""
 
     def running(self) -> int:
-        """Generations that are not done."""
-        return sum(not generation.done for generation in self._generations.values())
+        """Turns that are being answered."""
+        return sum(not answering.done for answering in self._answering.values())
 
-    async def request(self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str) -> Generation:
-        """The generation that answers ``request``: a new one, or for a retry the one it had.
+    def prompt_length(self, request: TurnRequest) -> int:
+        """Tokens that the prompt of ``request`` would have; changes nothing."""
+        return self.session.prompt_length(self.session.place(self.session.resolve(request), time.time()))
+
+    async def request(self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str) -> Answering:
+        """The answer to ``request``: a new one, or for a retry the one it had.
 
         The caller is attached to it and must detach. Raises RequestError.
         """
@@ -69,9 +75,9 @@ class LiveSession:
 
     async def stop(self) -> None:
         """End all generations; what they made stays and can be continued."""
-        for generation in list(self._generations.values()):
-            generation.stop()
-            await generation.gone()
+        for answering in list(self._answering.values()):
+            answering.stop()
+            await answering.gone()
 
     async def seal(self) -> Session:
         """End all generations and close the session in the journal; once only."""
@@ -80,22 +86,24 @@ class LiveSession:
                 await self.stop()
                 self.session.seal()
                 await self._services.journal.append(*journal_records(self.session.id, [Entry(CLOSED, {})]))
-                self._generations.clear()
+                self._answering.clear()
         return self.session
 
-    async def _begin(self, request: TurnRequest, size: int, digest: str, key: str) -> Generation:
+    async def _begin(self, request: TurnRequest, size: int, digest: str, key: str) -> Answering:
         session = self.session
+        now = time.time()
+        request = session.resolve(request)
         if size > _LARGE_REQUEST:
-            placement = await asyncio.to_thread(session.place, request)
+            placement = await asyncio.to_thread(session.place, request, now)
         else:
-            placement = session.place(request)
+            placement = session.place(request, now)
         used = session.decide(placement, request)
         turn = session.begin(
             placement,
             request,
             used,
-            generation=new_id(),
-            created=int(time.time()),
+            generations=[new_id() for _ in range(request.n)],
+            created=int(now),
             body_digest=digest,
             idempotency_key=key,
         )
@@ -103,24 +111,24 @@ class LiveSession:
         self._services.counters.forks[session.run] += turn.outcome is Outcome.FORK
         records = journal_records(session.id, [replay.turn_entry(turn, placement)])
         opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
-        return self._attach(Generation(self._services, session, turn, opening))
+        return self._attach(Answering(self._services, session, turn, opening))
 
-    async def _resume(self, turn: Turn) -> Generation:
-        """Attach to the turn's generation, which may be running, over, or left when its client went away."""
-        generation = self._generations.get(turn.index)
-        if generation is not None and generation.leaving:
-            await generation.gone()
-        if turn.status == "aborted":
-            turn.status = "open"
-            generation = Generation(self._services, self.session, turn)
-        elif generation is None:
-            generation = Generation(self._services, self.session, turn)
-        return self._attach(generation)
+    async def _resume(self, turn: Turn) -> Answering:
+        """Attach to the turn's answer, which may be running, over, or left when its client went away."""
+        answering = self._answering.get(turn.index)
+        if answering is not None and answering.leaving:
+            await answering.gone()
+        aborted = [choice for choice in turn.choices if choice.status == "aborted"]
+        for choice in aborted:
+            choice.status = "open"
+        if aborted or answering is None:
+            answering = Answering(self._services, self.session, turn)
+        return self._attach(answering)
 
-    def _attach(self, generation: Generation) -> Generation:
-        generation.attach()
-        self._generations[generation.turn.index] = generation
-        return generation
+    def _attach(self, answering: Answering) -> Answering:
+        answering.attach()
+        self._answering[answering.turn.index] = answering
+        return answering
 
 
 class Sessions:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from proxy.sessions import Sessions
-from proxy.trajectory.session import Session, Turn
+from proxy.trajectory.session import Session
 from proxy.trajectory.tree import ROOT, Tree, merge_into, run_lengths
+from proxy.trajectory.turn import Choice, Turn
 from storage import shards
 from storage.errors import NotFoundError, SeamlessFlowError, StorageError
 from storage.ledger import TRAIN, GroupRows, Ledger, SampleRow
@@ -114,23 +115,23 @@ def build_shard(group: GroupRows, sessions: Sequence[Session]) -> shards.Shard:
     generations: list[shards.Generation] = []
     rows: list[shards.SessionRow] = []
     for row, session, places in zip(group.scored, sessions, moved, strict=True):
-        generations += [_generation(session, turn, tree, places, order) for turn in session.turns if turn.recording.ids]
+        trainable = session.trainable()
+        for turn, choice in session.generations():
+            if choice.recording.ids:
+                spans = tuple(order[index] for index in tree.generation_spans(places[choice.end]))
+                generations.append(_generation(session.id, turn, choice, spans, choice.generation in trainable))
         rows.append(_session_row(row, session, places, order))
     return shards.Shard(group.run, group.stream, group.ordinal, _spans(tree, order), tuple(generations), tuple(rows))
 
 
-def trainable(turn: Turn) -> bool:
-    """Whether a turn's tokens may enter a loss: its generation ended by itself."""
-    return turn.status == "finished"
-
-
 def trainable_tokens(session: Session) -> int:
-    """Sampled tokens of a session that may enter a loss: their generation ended and their version is known."""
+    """Sampled tokens of a session that may enter a loss: their generation may, and their version is known."""
+    trainable = session.trainable()
     return sum(
         count
-        for turn in session.turns
-        if trainable(turn)
-        for version, count in turn.recording.version_runs()
+        for _, choice in session.generations()
+        if choice.generation in trainable
+        for version, count in choice.recording.version_runs()
         if version >= 0
     )
 
@@ -144,20 +145,18 @@ def _spans(tree: Tree, order: dict[int, int]) -> tuple[shards.Span, ...]:
     return tuple(span for span in spans if span is not None)
 
 
-def _generation(
-    session: Session, turn: Turn, tree: Tree, places: dict[int, int], order: dict[int, int]
-) -> shards.Generation:
+def _generation(session: str, turn: Turn, choice: Choice, spans: tuple[int, ...], trainable: bool) -> shards.Generation:
     return shards.Generation(
-        id=turn.generation,
-        session=session.id,
+        id=choice.generation,
+        session=session,
         turn=turn.index,
-        choice=0,
-        spans=tuple(order[index] for index in tree.generation_spans(places[turn.end])),
-        finish_reason=turn.finish_reason or turn.status,
+        choice=choice.index,
+        spans=spans,
+        finish_reason=choice.finish_reason or choice.status,
         temperature=turn.used.temperature,
         top_p=turn.used.top_p,
-        trainable=trainable(turn),
-        segments=tuple(segment.to_json() for segment in turn.recording.segments),
+        trainable=trainable,
+        segments=tuple(segment.to_json() for segment in choice.recording.segments),
     )
 
 

@@ -14,7 +14,8 @@ from proxy.meter import Counters
 from proxy.routes import RouteTable
 from proxy.runs import Runs
 from proxy.sessions import Sessions
-from proxy.trajectory.session import Outcome, Session
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Outcome, Turn
 from storage.journal import Journal
 from storage.ledger import TRAIN, Failure, Ledger, SampleRow, State
 from storage.metrics import overlap_fraction
@@ -97,24 +98,7 @@ class Status:
             "run": session.run,
             "sealed": session.sealed,
             "forks": session.forks(),
-            "turns": [
-                {
-                    "turn": turn.index,
-                    "generation": turn.generation,
-                    "outcome": turn.outcome.value,
-                    "reason": turn.reason,
-                    "status": turn.status,
-                    "finish_reason": turn.finish_reason,
-                    "fault": turn.fault,
-                    "prompt_tokens": turn.prompt_tokens,
-                    "completion_tokens": len(turn.recording.ids),
-                    "versions": turn.recording.version_runs(),
-                    "asked": turn.asked,
-                    "used": asdict(turn.used),
-                    "segments": [segment.to_json() for segment in turn.recording.segments],
-                }
-                for turn in session.turns
-            ],
+            "turns": [_turn(turn) for turn in session.turns],
             "tree": {
                 "spans": len(tree.spans),
                 "prompt_tokens": tree.tokens("prompt"),
@@ -139,6 +123,37 @@ class Status:
     def _evaluations(self, name: str) -> list[dict[str, Any]]:
         streams = sorted(set(self._ledger.streams(name)) - {TRAIN}, key=_age)
         return [{"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in streams]
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    """A turn as people see it; what each choice made is under ``choices``, the first one's also beside it."""
+    choices = [
+        {
+            "choice": choice.index,
+            "generation": choice.generation,
+            "status": choice.status,
+            "finish_reason": choice.finish_reason,
+            "fault": choice.fault,
+            "completion_tokens": len(choice.recording.ids),
+            "versions": choice.recording.version_runs(),
+            "segments": [segment.to_json() for segment in choice.recording.segments],
+        }
+        for choice in turn.choices
+    ]
+    return {
+        **choices[0],
+        "turn": turn.index,
+        "outcome": turn.outcome.value,
+        "reason": turn.reason,
+        "prompt_tokens": turn.prompt_tokens,
+        "asked": turn.asked,
+        "used": {
+            **turn.used.to_json(),
+            "truncated_sampling": turn.used.truncated,
+            "greedy": turn.used.temperature == 0,
+        },
+        "choices": choices,
+    }
 
 
 def _failure(failure: Failure) -> dict[str, Any]:

@@ -7,24 +7,46 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 compile=${LOCK_TOOL:-pip-compile}
 
-lock() { # role, further options
-    local role=$1
-    shift
-    local output="requirements/$role.lock"
+write() { # lock file, what it is made from in words, options and input of pip-compile
+    local output=$1 source=$2
+    shift 2
     # Versions stay as they are unless asked for anew, as in: requirements/lock.sh --upgrade
     [ ! -f "$output" ] || cp "$output" "$output.new"
-    "$compile" --quiet --extra "$role" --generate-hashes --strip-extras --allow-unsafe \
-        --unsafe-package torch --unsafe-package seamlessflow --no-emit-options --no-emit-index-url \
-        --no-emit-find-links --no-emit-trusted-host --no-header "$@" --output-file "$output.new" pyproject.toml
+    "$compile" --quiet --generate-hashes --strip-extras --no-emit-options --no-emit-index-url \
+        --no-emit-find-links --no-emit-trusted-host --no-header --output-file "$output.new" "$@"
     {
-        echo "# Made by requirements/lock.sh from pyproject.toml, extra '$role'. Install with: pip install --no-deps --require-hashes"
-        # The tail names torch, which is installed from torch.lock.
+        echo "# Made by requirements/lock.sh from $source. Install with: pip install --no-deps --require-hashes"
+        # The tail names what is left out.
         sed -e '/^# The following packages/,$d' -e '/^# WARNING/,$d' "$output.new"
     } >"$output"
     rm "$output.new"
 }
 
-lock dev "$@"
-for role in proxy control trainer agents local; do
-    lock "$role" --constraint requirements/dev.lock "$@"
+lock() { # role, further options
+    local role=$1
+    shift
+    # torch is installed from torch.lock.
+    write "requirements/$role.lock" "pyproject.toml, extra '$role'" --extra "$role" --allow-unsafe \
+        --unsafe-package torch --unsafe-package seamlessflow "$@" pyproject.toml
+}
+
+lock_client() { # name, further options
+    local name=$1 omit=()
+    shift
+    # mini-swe-agent reads benchmarks with these (200 MB); its agent, models and environments do without.
+    for package in datasets dill multiprocess numpy pandas pyarrow; do omit+=(--unsafe-package "$package"); done
+    write "requirements/clients/$name.lock" "$name.in" "${omit[@]}" "$@" "requirements/clients/$name.in"
+}
+
+case ${1:-} in
+clients) shift ;; # only the clients of the contract tests, each for itself
+*)
+    lock dev "$@"
+    for role in proxy control trainer agents local; do
+        lock "$role" --constraint requirements/dev.lock "$@"
+    done
+    ;;
+esac
+for input in requirements/clients/*.in; do
+    lock_client "$(basename "$input" .in)" "$@"
 done

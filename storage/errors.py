@@ -10,11 +10,14 @@
     ├── EngineError                 an inference engine failed
     │   ├── EngineUnavailable       no connection, or the stream broke: the generation can continue elsewhere
     │   ├── EngineRejected          the engine refused the request (bad input); a retry gives the same answer
+    │   ├── CannotContinue          a cut generation whose sampling features cannot move to another engine
     │   └── EngineProtocolError     the engine's answer breaks the contract (lengths, ids, log-probs)
     ├── RequestError                an agent's request cannot be served; mapped to its dialect at the edge
     │   ├── InvalidRequest          a field has a wrong value
     │   ├── UnsupportedParameter    a parameter that the proxy does not support: refused, never ignored
     │   ├── ContextLengthExceeded   the prompt does not fit
+    │   ├── LimitReached            the session has used its turns, tokens or time
+    │   ├── PreviousResponseNotFound  the answer to go on from is unknown or was not stored
     │   ├── AuthenticationFailed    no key, an unknown key, or a key of another session
     │   └── SessionClosed           the session's attempt has ended
     ├── TrainerError                a training process failed
@@ -69,6 +72,10 @@ class EngineRejected(EngineError):
     """The engine refused the request; a retry gives the same answer."""
 
 
+class CannotContinue(EngineError):
+    """A cut generation whose sampling features (grammar, penalties) cannot move to another engine."""
+
+
 class EngineProtocolError(EngineError):
     """The engine's answer breaks the contract (lengths, ids, log-probs)."""
 
@@ -93,7 +100,20 @@ class UnsupportedParameter(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt does not fit into the model's context."""
+    """The prompt does not fit into the model's context. Both sizes are in tokens; 0: not known."""
+
+    def __init__(self, message: str, *, param: str | None = None, tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.limit = limit
+
+
+class LimitReached(RequestError):
+    """The session has used its turns, tokens or time."""
+
+
+class PreviousResponseNotFound(RequestError):
+    """The answer that a request goes on from is unknown or was not stored."""
 
 
 class AuthenticationFailed(RequestError):

@@ -1,8 +1,9 @@
 """OpenAI's ``/v1/chat/completions``.
 
 Parameters that have an effect we do not implement are refused by name; a value
-that asks for nothing (``n=1``, ``presence_penalty=0``) is accepted. Of
-``max_tokens`` and ``max_completion_tokens`` the smaller one counts.
+that asks for nothing (``modalities=["text"]``) is accepted. Of ``max_tokens``
+and ``max_completion_tokens`` the smaller one counts. Reasoning is shown as
+``reasoning_content`` and read back under that name or ``reasoning``.
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.base import AnswerHead, AnswerTail, ErrorReply, TokenInfo, TurnRequest
+from proxy.dialects import fields
+from proxy.dialects.base import AnswerHead, ChoiceAnswer, ErrorReply, TokenInfo, ToolChoice, TurnRequest, call_id
 from proxy.dialects.chat_messages import read_messages, read_tools
 from proxy.trajectory.answer import Delta
 from proxy.trajectory.canonical import Message, ToolCall
 from storage import errors
 
+MAX_CHOICES = 128
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
 }
-"""Parameters of which only these values are supported: they ask for nothing beyond the default."""
 _READ = frozenset(
     (
-        *("messages", "tools", "tool_choice", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
-        *("seed", "stop", "stream", "stream_options", "logprobs"),
+        *("messages", "tools", "tool_choice", "parallel_tool_calls", "model", "max_tokens", "max_completion_tokens"),
+        *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "n"),
+        *(
+            "response_format",
+            "chat_template_kwargs",
+            "reasoning_effort",
+            "stream",
+            "stream_options",
+            "logprobs",
+            "top_logprobs",
+        ),
     )
 )
 
@@ -46,95 +51,104 @@ class ChatDialect:
     keep_alive = b": keep-alive\n\n"
 
     def parse(self, body: bytes) -> TurnRequest:
-        data = _object(body)
-        labels = _check_parameters(data)
+        data = fields.read_object(body)
+        labels = fields.check_parameters(data, read=_READ, labels=_LABELS, neutral=_NEUTRAL)
         tools = read_tools(data.get("tools"))
-        options = _optional(data, "stream_options", dict) or {}
-        limits = [_positive(data, name) for name in ("max_tokens", "max_completion_tokens")]
+        limits = [fields.positive(data, name) for name in ("max_tokens", "max_completion_tokens")]
+        stream = bool(fields.optional(data, "stream", bool))
         return TurnRequest(
             messages=read_messages(data.get("messages")),
             tools=tools,
-            parse_tools=bool(tools) and _tool_choice(data, bool(tools)),
-            model=_optional(data, "model", str) or "",
+            tool_choice=read_tool_choice(data.get("tool_choice"), tools),
+            parallel_tool_calls=fields.optional(data, "parallel_tool_calls", bool) is not False,
+            model=fields.optional(data, "model", str) or "",
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
-            temperature=_number(data, "temperature", 0.0, 2.0),
-            top_p=_number(data, "top_p", 0.0, 1.0),
-            seed=_optional(data, "seed", int),
-            stop=_stop(data.get("stop")),
-            stream=bool(_optional(data, "stream", bool)),
-            include_usage=_include_usage(options),
-            logprobs=bool(_optional(data, "logprobs", bool)),
+            temperature=fields.number(data, "temperature", 0.0, 2.0),
+            top_p=fields.number(data, "top_p", 0.0, 1.0),
+            top_k=fields.positive(data, "top_k"),
+            presence_penalty=fields.number(data, "presence_penalty", -2.0, 2.0) or 0.0,
+            frequency_penalty=fields.number(data, "frequency_penalty", -2.0, 2.0) or 0.0,
+            logit_bias=logit_bias(data.get("logit_bias")),
+            seed=fields.seed_of(data),
+            stop=fields.stops(data.get("stop")),
+            n=fields.positive(data, "n", most=MAX_CHOICES) or 1,
+            json_schema=read_format(data.get("response_format"), "response_format"),
+            thinking=_thinking(data),
+            stream=stream,
+            include_usage=include_usage(fields.optional(data, "stream_options", dict) or {}, stream=stream),
             labels=labels,
+            **_logprobs(data),
         )
 
-    def answer(self, head: AnswerHead, tail: AnswerTail, message: Message, tokens: Sequence[TokenInfo] | None) -> bytes:
-        choice = {
-            "index": 0,
-            "message": response_message(message, head.id),
-            "logprobs": None if tokens is None else {"content": _entries(tokens), "refusal": None},
-            "finish_reason": tail.finish_reason,
-        }
+    def answer(self, head: AnswerHead, choices: Sequence[ChoiceAnswer]) -> bytes:
         return orjson.dumps(
             {
                 "id": _id(head),
                 "object": "chat.completion",
                 "created": head.created,
                 "model": head.model,
-                "choices": [choice],
-                "usage": _usage(tail),
+                "choices": [_choice(choice, head) for choice in choices],
+                "usage": usage(head, choices),
             }
         )
 
-    def stream(self, head: AnswerHead, request: TurnRequest) -> ChatStream:
-        return ChatStream(head, include_usage=request.include_usage)
+    def stream(self, head: AnswerHead) -> ChatStream:
+        return ChatStream(head)
 
     def error(self, error: Exception) -> ErrorReply:
-        status, kind, code = _classify(error)
-        detail = {
-            "message": str(error),
-            "type": kind,
-            "param": _error_param(error),
-            "code": code,
-        }
-        return ErrorReply(status, orjson.dumps({"error": detail}))
+        return ErrorReply(*fields.openai_error(error))
 
 
 class ChatStream:
-    """Server-sent events of one answer; ``finish_reason`` is null on every chunk but the last."""
+    """Server-sent events of one answer; ``finish_reason`` is null on every chunk of a choice but its last."""
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
+    def __init__(self, head: AnswerHead) -> None:
         common = {"id": _id(head), "object": "chat.completion.chunk", "created": head.created, "model": head.model}
         self._common = orjson.dumps(common)[:-1]
-        usage = b',"usage":null' if include_usage else b""
-        self._before = b"data: " + self._common + usage + b',"choices":[{"index":0,"delta":'
-        self._include_usage = include_usage
+        null_usage = b',"usage":null' if head.request.include_usage else b""
         self._head = head
-        self._calls = 0
+        start = b"data: " + self._common + null_usage + b',"choices":[{"index":'
+        self._before = [start + str(index).encode() + b',"delta":' for index in range(head.request.n)]
+        self._calls = [0] * head.request.n
+        self._done: list[ChoiceAnswer] = []
 
     def opening(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": ""})
+        first = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(index, first) for index in range(self._head.request.n))
 
-    def delta(self, delta: Delta, tokens: Sequence[TokenInfo]) -> bytes:
-        if delta.call is None:
-            return self._chunk({"content": delta.text}, tokens)
-        call = {"index": self._calls, **_call(delta.call, self._head.id, self._calls)}
-        self._calls += 1
-        return self._chunk({"tool_calls": [call]}, tokens)
+    def delta(self, choice: int, delta: Delta, tokens: Sequence[TokenInfo]) -> bytes:
+        if delta.call is not None:
+            index = self._calls[choice]
+            self._calls[choice] += 1
+            call = {"index": index, **_call(delta.call, self._head.generation(choice), index)}
+            return self._chunk(choice, {"tool_calls": [call]}, tokens)
+        if delta.reasoning:
+            return self._chunk(choice, {"reasoning_content": delta.reasoning}, tokens)
+        return self._chunk(choice, {"content": delta.text}, tokens)
 
-    def closing(self, tail: AnswerTail, tokens: Sequence[TokenInfo]) -> bytes:
-        parts = [self._chunk({}, tokens, finish=orjson.dumps(tail.finish_reason))]
-        if self._include_usage:
-            parts += [b"data: ", self._common, b',"choices":[],"usage":', orjson.dumps(_usage(tail)), b"}\n\n"]
-        parts.append(b"data: [DONE]\n\n")
-        return b"".join(parts)
+    def finish(self, answer: ChoiceAnswer) -> bytes:
+        self._done.append(answer)
+        return self._chunk(
+            answer.index, {}, answer.tokens or (), finish=orjson.dumps(finish_reason(self._head, answer))
+        )
+
+    def closing(self) -> bytes:
+        end = b"data: [DONE]\n\n"
+        if not self._head.request.include_usage:
+            return end
+        total = orjson.dumps(usage(self._head, self._done))
+        return b"".join((b"data: ", self._common, b',"choices":[],"usage":', total, b"}\n\n", end))
 
     def failure(self, error: Exception) -> bytes:
         return b"data: " + ChatDialect().error(error).body + b"\n\n"
 
-    def _chunk(self, delta: dict[str, Any], tokens: Sequence[TokenInfo] = (), finish: bytes = b"null") -> bytes:
+    def _chunk(
+        self, choice: int, delta: dict[str, Any], tokens: Sequence[TokenInfo] = (), finish: bytes = b"null"
+    ) -> bytes:
         logprobs = orjson.dumps({"content": _entries(tokens), "refusal": None}) if tokens else b"null"
+        before = self._before[choice]
         return b"".join(
-            (self._before, orjson.dumps(delta), b',"logprobs":', logprobs, b',"finish_reason":', finish, b"}]}\n\n")
+            (before, orjson.dumps(delta), b',"logprobs":', logprobs, b',"finish_reason":', finish, b"}]}\n\n")
         )
 
 
@@ -142,9 +156,81 @@ def response_message(message: Message, generation: str) -> dict[str, Any]:
     """The assistant's message as an agent gets it."""
     data: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.tool_calls else "")}
     data["refusal"] = None
+    if message.reasoning:
+        data["reasoning_content"] = message.reasoning
     if message.tool_calls:
         data["tool_calls"] = [_call(call, generation, index) for index, call in enumerate(message.tool_calls)]
     return data
+
+
+def finish_reason(head: AnswerHead, answer: ChoiceAnswer) -> str:
+    """A call that the request named is no decision of the model: the vendor says ``stop`` then."""
+    if answer.finish_reason == "tool_calls" and head.request.tool_choice.kind == "named":
+        return "stop"
+    return answer.finish_reason
+
+
+def usage(head: AnswerHead, choices: Sequence[ChoiceAnswer]) -> dict[str, int]:
+    """Token counts of all choices together; the prompt counts once."""
+    completion = sum(choice.completion_tokens for choice in choices)
+    return {
+        "prompt_tokens": head.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": head.prompt_tokens + completion,
+    }
+
+
+def read_tool_choice(value: Any, tools: Sequence[dict[str, Any]]) -> ToolChoice:
+    """``tool_choice`` of chat: a word, or a tool that must be among ``tools``."""
+    if value is None or value in ("auto", "none"):
+        return ToolChoice(value or "auto")
+    if value == "required":
+        name = ""
+    elif isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict):
+        name = value["function"].get("name")
+    else:
+        raise errors.InvalidRequest(
+            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    return forced_choice(name, tools)
+
+
+def forced_choice(name: Any, tools: Sequence[dict[str, Any]]) -> ToolChoice:
+    """The choice of tool ``name``, or of any tool for an empty name; raises InvalidRequest if it is not offered."""
+    if not tools:
+        raise errors.InvalidRequest("tool_choice asks for a call, but tools is empty", param="tool_choice")
+    if name == "":
+        return ToolChoice("required")
+    if name not in [tool["function"]["name"] for tool in tools]:
+        raise errors.InvalidRequest(f"tool_choice names {name!r}, which is not among tools", param="tool_choice")
+    return ToolChoice("named", name)
+
+
+def read_format(value: Any, where: str) -> dict[str, Any] | None:
+    """``response_format``: None for text, else the JSON schema that the answer must follow."""
+    if value is None or value == {"type": "text"}:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise errors.InvalidRequest(f"{where}.type must be text, json_object or json_schema", param=where)
+    schema = value.get("json_schema")
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        raise errors.InvalidRequest(f"{where}.json_schema.schema must be an object", param=f"{where}.json_schema")
+    return schema
+
+
+def _choice(choice: ChoiceAnswer, head: AnswerHead) -> dict[str, Any]:
+    tokens = choice.tokens
+    return {
+        "index": choice.index,
+        "message": response_message(choice.message, choice.generation),
+        "logprobs": None if tokens is None else {"content": _entries(tokens), "refusal": None},
+        "finish_reason": finish_reason(head, choice),
+    }
 
 
 def _id(head: AnswerHead) -> str:
@@ -152,137 +238,59 @@ def _id(head: AnswerHead) -> str:
 
 
 def _call(call: ToolCall, generation: str, index: int) -> dict[str, Any]:
-    return {
-        "id": f"call_{generation[:20]}{index:04d}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _usage(tail: AnswerTail) -> dict[str, int]:
-    return {
-        "prompt_tokens": tail.prompt_tokens,
-        "completion_tokens": tail.completion_tokens,
-        "total_tokens": tail.prompt_tokens + tail.completion_tokens,
-    }
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id("call_", generation, index), "type": "function", "function": function}
 
 
 def _entries(tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
     return [
-        {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
+        {**_entry(token.text, token.logprob), "top_logprobs": [_entry(text, value) for text, value in token.top]}
         for token in tokens
     ]
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def logit_bias(value: Any) -> dict[int, float]:
+    """``logit_bias``: token id -> what is added to its logit."""
+    if value is None:
+        return {}
     try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise errors.InvalidRequest(f"the request body is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise errors.InvalidRequest("the request body must be a JSON object")
-    return data
+        bias = {int(token): float(change) for token, change in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise errors.InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
+    if any(token < 0 or not -100 <= change <= 100 for token, change in bias.items()):
+        raise errors.InvalidRequest("logit_bias: ids are not negative, values are from -100 to 100", param="logit_bias")
+    return bias
 
 
-def _check_parameters(data: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what has no support; returns the labels."""
-    labels = {}
-    for name, value in data.items():
-        if name in _READ or value is None:
-            continue
-        if name in _LABELS:
-            labels[name] = value
-        elif name not in _NEUTRAL:
-            raise errors.UnsupportedParameter(f"{name} is not supported by this server: leave it out", param=name)
-        elif not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
-            allowed = " or ".join(orjson.dumps(neutral).decode() for neutral in _NEUTRAL[name])
-            raise errors.UnsupportedParameter(
-                f"{name}={orjson.dumps(value).decode()[:80]} is not supported by this server, only {allowed}",
-                param=name,
-            )
-    return labels
+def _thinking(data: dict[str, Any]) -> bool | None:
+    """``chat_template_kwargs.enable_thinking`` is the field's own switch; of ``reasoning_effort`` only "off" counts."""
+    value, effort = data.get("chat_template_kwargs") or {}, fields.optional(data, "reasoning_effort", str)
+    known = isinstance(value, dict) and set(value) <= {"enable_thinking"}
+    if not known or not isinstance(value.get("enable_thinking"), bool | None):
+        raise errors.UnsupportedParameter(
+            "chat_template_kwargs: only enable_thinking (true or false) is supported", param="chat_template_kwargs"
+        )
+    thinking: bool | None = value.get("enable_thinking")
+    return False if thinking is None and effort in ("none", "minimal") else thinking
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    # In Python True == 1, in JSON it is not.
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+def _logprobs(data: dict[str, Any]) -> dict[str, Any]:
+    wanted = bool(fields.optional(data, "logprobs", bool))
+    top = fields.optional(data, "top_logprobs", int) or 0
+    if not 0 <= top <= 20 or (top and not wanted):
+        raise errors.InvalidRequest("top_logprobs must be from 0 to 20, and needs logprobs: true", param="top_logprobs")
+    return {"logprobs": wanted, "top_logprobs": top}
 
 
-def _tool_choice(data: dict[str, Any], offered: bool) -> bool:
-    """Whether tools may be called. Forcing a call needs a grammar, which engines cannot continue elsewhere."""
-    choice = data.get("tool_choice")
-    if choice in (None, "auto"):
-        return offered
-    if choice == "none":
-        return False
-    raise errors.UnsupportedParameter(
-        'tool_choice must be "auto" or "none": this server cannot force a call', param="tool_choice"
-    )
-
-
-def _optional(data: dict[str, Any], name: str, kind: type) -> Any:
-    value = data.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise errors.InvalidRequest(f"{name} must be of type {kind.__name__}, not {type(value).__name__}", param=name)
-    return value
-
-
-def _positive(data: dict[str, Any], name: str) -> int | None:
-    value: int | None = _optional(data, name, int)
-    if value is not None and value < 1:
-        raise errors.InvalidRequest(f"{name} is {value}: must be at least 1", param=name)
-    return value
-
-
-def _number(data: dict[str, Any], name: str, low: float, high: float) -> float | None:
-    value = data.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise errors.InvalidRequest(f"{name} must be a number from {low:g} to {high:g}", param=name)
-    return float(value)
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise errors.InvalidRequest("stop must be a non-empty string or a list of them", param="stop")
-    return tuple(stops)
-
-
-def _include_usage(options: dict[str, Any]) -> bool:
+def include_usage(options: dict[str, Any], *, stream: bool) -> bool:
+    """``stream_options.include_usage``; options that change the stream otherwise are refused."""
     for name, value in options.items():
         if name not in ("include_usage", "include_obfuscation") or (name == "include_obfuscation" and value):
             raise errors.UnsupportedParameter(f"stream_options.{name} is not supported", param=f"stream_options.{name}")
+    if options and not stream:
+        raise errors.InvalidRequest("stream_options needs stream: true", param="stream_options")
     return bool(options.get("include_usage"))
-
-
-_CLASSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
-    (errors.ContextLengthExceeded, 400, "invalid_request_error", "context_length_exceeded"),
-    (errors.UnsupportedParameter, 400, "invalid_request_error", "unsupported_parameter"),
-    (errors.AuthenticationFailed, 401, "invalid_request_error", "invalid_api_key"),
-    (errors.SessionClosed, 403, "invalid_request_error", "session_closed"),
-    (errors.RequestError, 400, "invalid_request_error", None),
-    (errors.EngineRejected, 400, "invalid_request_error", "engine_rejected"),
-    (errors.NotFoundError, 404, "invalid_request_error", "not_found"),
-    (errors.DeadlineError, 504, "server_error", "deadline"),
-    (errors.SeamlessFlowError, 500, "server_error", "infrastructure"),
-)
-"""First match counts. Server errors are final: their generation is over, a retry would only wait again."""
-
-
-def _classify(error: Exception) -> tuple[int, str, str | None]:
-    for kind, status, name, code in _CLASSES:
-        if isinstance(error, kind):
-            return status, name, code
-    return 500, "server_error", "internal"
-
-
-def _error_param(error: Exception) -> str | None:
-    if isinstance(error, errors.ContextLengthExceeded):
-        return "messages"
-    return error.param if isinstance(error, errors.RequestError) else None

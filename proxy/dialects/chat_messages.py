@@ -32,9 +32,6 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidRequest(f"{where}.function.name must be a non-empty string", param=f"{where}.function.name")
-        if function.get("strict"):
-            where = f"{where}.function.strict"
-            raise UnsupportedParameter(f"{where} is not supported: this server does not constrain output", param=where)
         if not isinstance(function.get("parameters", {}), dict | None):
             raise InvalidRequest(f"{where}.function.parameters must be an object", param=f"{where}.function.parameters")
     return tuple(value)

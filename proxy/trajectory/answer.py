@@ -1,4 +1,4 @@
-"""From a generation's ids to what the agent is shown: text, tool calls, the reason it ended.
+"""From a generation's ids to what the agent is shown: reasoning, text, tool calls, the reason it ended.
 
 Pure and incremental; feeding the ids in other portions gives the same answer,
 which is why an answer can be rebuilt from the journal.
@@ -12,60 +12,86 @@ from typing import Literal
 
 from proxy.trajectory.canonical import Message, ToolCall
 from proxy.trajectory.detokenizer import Decode, Detokenizer, StopScanner
-from proxy.trajectory.toolcalls import Part, ToolParser
+from proxy.trajectory.reasoning import Reasoning, ReasoningParser
+from proxy.trajectory.toolcalls import ToolParser
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One step of an answer: either text or one whole call. ``tokens``: ids of the generation seen up to here."""
+    """One step of an answer: text, reasoning or one whole call. ``tokens``: ids of the generation seen up to here."""
 
-    text: str
-    call: ToolCall | None
-    tokens: int
+    text: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+    tokens: int = 0
 
 
 class AnswerBuilder:
-    """Builds one answer. ``silent`` ids (end of turn) have no text."""
+    """Builds one answer. ``silent`` ids (end of turn) have no text.
+
+    ``prefix`` is text at the end of the prompt that belongs to the answer (the
+    start of a forced call). ``single_call``: the answer ends with its first call.
+    """
 
     def __init__(
-        self, decode: Decode, parser: ToolParser, *, stops: Sequence[str] = (), silent: frozenset[int]
+        self,
+        decode: Decode,
+        reasoning: ReasoningParser,
+        parser: ToolParser,
+        *,
+        stops: Sequence[str] = (),
+        silent: frozenset[int] = frozenset(),
+        prefix: str = "",
+        single_call: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._scanner = StopScanner(stops)
-        self._one_by_one = bool(stops)
+        self._single_call = single_call
+        self._one_by_one = bool(stops) or single_call
+        self._reasoning = reasoning
         self._parser = parser
         self._silent = silent
         self._tokens = 0
         self._text: list[str] = []
+        self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
+        self._prefix_deltas = self._read(prefix) if prefix else []
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer, once it has."""
         return self._scanner.matched
 
+    @property
+    def over(self) -> bool:
+        """The answer has ended before the model did."""
+        return self._scanner.matched is not None or (self._single_call and bool(self._calls))
+
     def feed(self, ids: Sequence[int]) -> tuple[int, list[Delta]]:
-        """Returns ``(accepted, deltas)``: ids behind a stop string are not accepted."""
+        """Returns ``(accepted, deltas)``: ids behind the end of the answer are not accepted."""
+        deltas, self._prefix_deltas = self._prefix_deltas, []
         if not self._one_by_one:
-            return len(ids), self._feed(ids)
-        deltas: list[Delta] = []
+            return len(ids), deltas + self._feed(ids)
         for count, token in enumerate(ids, 1):
             deltas += self._feed((token,))
-            if self._scanner.matched is not None:
+            if self.over:
                 return count, deltas
         return len(ids), deltas
 
     def finish(self, *, ended: bool) -> list[Delta]:
         """The last deltas. ``ended``: by the model or a stop string, not by its token limit."""
-        shown = self._scanner.feed(self._detokenizer.flush()) + self._scanner.flush()
-        parts = self._parser.feed(shown) + self._parser.finish(ended=ended)
-        return self._deltas(parts)
+        deltas = self._read(self._scanner.feed(self._detokenizer.flush()) + self._scanner.flush())
+        for piece in self._reasoning.finish():
+            deltas += self._piece(piece)
+        for part in self._parser.finish(ended=ended):
+            deltas.append(self._part(part))
+        return deltas
 
     def message(self) -> Message:
         """The answer so far as a canonical message."""
-        return Message("assistant", "".join(self._text), tool_calls=tuple(self._calls))
+        return Message("assistant", "".join(self._text), "".join(self._thoughts), tuple(self._calls))
 
     def finish_reason(self, *, ended: bool) -> FinishReason:
         """``tool_calls`` only if there is one."""
@@ -76,16 +102,22 @@ class AnswerBuilder:
     def _feed(self, ids: Sequence[int]) -> list[Delta]:
         self._tokens += len(ids)
         text = self._detokenizer.feed([token for token in ids if token not in self._silent])
-        shown = self._scanner.feed(text)
-        return self._deltas(self._parser.feed(shown)) if shown else []
+        return self._read(self._scanner.feed(text)) if text else []
 
-    def _deltas(self, parts: list[Part]) -> list[Delta]:
-        deltas = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                self._calls.append(part)
-                deltas.append(Delta("", part, self._tokens))
-            else:
-                self._text.append(part)
-                deltas.append(Delta(part, None, self._tokens))
-        return deltas
+    def _read(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        return [delta for piece in self._reasoning.feed(text) for delta in self._piece(piece)]
+
+    def _piece(self, piece: str | Reasoning) -> list[Delta]:
+        if isinstance(piece, Reasoning):
+            self._thoughts.append(piece.text)
+            return [Delta(reasoning=piece.text, tokens=self._tokens)]
+        return [self._part(part) for part in self._parser.feed(piece)]
+
+    def _part(self, part: str | ToolCall) -> Delta:
+        if isinstance(part, ToolCall):
+            self._calls.append(part)
+            return Delta(call=part, tokens=self._tokens)
+        self._text.append(part)
+        return Delta(text=part, tokens=self._tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -37,6 +37,10 @@ class Message:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     name: str = ""
+
+    def without_reasoning(self) -> Message:
+        """As clients send it back that do not keep reasoning."""
+        return replace(self, reasoning="") if self.reasoning else self
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: tool-call arguments as objects where they are JSON objects."""

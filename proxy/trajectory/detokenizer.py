@@ -63,8 +63,7 @@ class StopScanner:
             at, self.matched = min(found)
             shown, self._held = self._held[:at], ""
             return shown
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
+        cut = len(self._held) - overlap(self._held, self._stops)
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
 
@@ -74,9 +73,14 @@ class StopScanner:
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` that begins one of ``marks`` without being all of it."""
+    longest = 0
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while at >= 0:
+            if mark.startswith(text[at:]):
+                longest = max(longest, len(text) - at)
+                break
+            at = text.find(mark[0], at + 1)
+    return longest

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from proxy.dialects.base import TurnRequest
-from storage.errors import ContextLengthExceeded
+from storage.errors import ContextLengthExceeded, LimitReached, UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +23,65 @@ class Policy:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
     max_turns: int | None = None
+    max_session_tokens: int | None = None
+    """Tokens that all prompts (each token of the tree once) and answers may hold together."""
+    expires: float | None = None
+    """Unix time at which the session ends by itself."""
     hold_limit_s: float = 600.0
+    history: Literal["keep", "template"] = "keep"
+    """``keep`` continues from recorded ids; ``template`` renders every prompt as the deployed server would."""
+    train_unused: bool = False
+    """Whether an answer counts that its agent asked for twice and went on from the other."""
     tool_parser: str = "none"
     tool_open: str = ""
     tool_close: str = ""
+    reasoning_parser: str = "none"
+    engine_features: tuple[str, ...] = ()
+    """What the run's engines support beyond plain sampling (:data:`workers.engines.base.FEATURES`)."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Policy:
-        return cls(**data)
+        return cls(**{**data, "engine_features": tuple(data.get("engine_features", ()))})
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Sampling in force for one generation. ``seed`` None: the engine draws its own."""
+    """Sampling in force for one turn. ``seed`` None: the engine draws its own."""
 
     max_new_tokens: int
     temperature: float
     top_p: float
     seed: int | None
     stop: tuple[str, ...]
+    top_k: int = -1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    json_schema: dict[str, Any] | None = None
+    top_logprobs: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        """The log-probs are of a distribution that was cut to its likeliest tokens."""
+        return self.top_p < 1 or self.top_k > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what is not in force; :meth:`from_json` is the inverse."""
+        always = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
+        values = asdict(self)
+        values["logit_bias"] = {str(token): change for token, change in self.logit_bias.items()}
+        return {name: value for name, value in values.items() if name in always or value not in (-1, 0, {}, None)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Used:
+        bias = {int(token): change for token, change in data.get("logit_bias", {}).items()}
+        return cls(**{**data, "stop": tuple(data["stop"]), "logit_bias": bias})
 
 
 def asked(request: TurnRequest) -> dict[str, Any]:
@@ -56,21 +91,32 @@ def asked(request: TurnRequest) -> dict[str, Any]:
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
+        "top_k": request.top_k,
         "seed": request.seed,
         "stop": list(request.stop) or None,
+        "n": request.n if request.n > 1 else None,
+        "tool_choice": list(request.tool_choice) if request.tool_choice.kind != "auto" else None,
+        "thinking": request.thinking,
         "labels": request.labels or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def decide(policy: Policy, request: TurnRequest, turn: int, prompt_tokens: int) -> Used:
-    """The sampling of one generation. Raises ContextLengthExceeded if the prompt leaves no room for a token."""
+    """The sampling of one turn.
+
+    Raises ContextLengthExceeded if the prompt leaves no room for a token, UnsupportedParameter for what the run's
+    engines cannot do.
+    """
+    _check_features(policy, request)
     room = policy.max_context - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {policy.max_context} tokens. However, your messages resulted in "
             f"{prompt_tokens} tokens. Please reduce the length of the messages.",
             param="messages",
+            tokens=prompt_tokens,
+            limit=policy.max_context,
         )
     limits = [limit for limit in (request.max_tokens, policy.max_tokens, room) if limit is not None]
     return Used(
@@ -79,7 +125,41 @@ def decide(policy: Policy, request: TurnRequest, turn: int, prompt_tokens: int) 
         top_p=_first(policy.top_p, request.top_p, 1.0),
         seed=request.seed if policy.seed is None else derive_seed(policy.seed, "turn", turn),
         stop=request.stop,
+        top_k=int(_first(policy.top_k, request.top_k, -1)),
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=request.logit_bias,
+        json_schema=request.json_schema,
+        top_logprobs=request.top_logprobs,
     )
+
+
+def check_limits(policy: Policy, *, turns: int, tokens: int, now: float) -> None:
+    """Raises LimitReached when the session has used up its turns, tokens or time."""
+    if policy.max_turns is not None and turns >= policy.max_turns:
+        raise LimitReached(f"the session has used its {policy.max_turns} turns (agent.max_turns)")
+    if policy.max_session_tokens is not None and tokens >= policy.max_session_tokens:
+        raise LimitReached(f"the session has used {tokens} of its {policy.max_session_tokens} tokens")
+    if policy.expires is not None and now >= policy.expires:
+        raise LimitReached("the session's time is over")
+
+
+def _check_features(policy: Policy, request: TurnRequest) -> None:
+    wanted = (
+        ("grammar", "response_format", request.json_schema is not None),
+        ("penalties", "presence_penalty", request.presence_penalty != 0),
+        ("penalties", "frequency_penalty", request.frequency_penalty != 0),
+        ("logit_bias", "logit_bias", bool(request.logit_bias)),
+        ("top_logprobs", "top_logprobs", request.top_logprobs > 0),
+    )
+    for feature, name, asked_for in wanted:
+        if asked_for and feature not in policy.engine_features:
+            raise UnsupportedParameter(f"{name} is not supported by this run's engine: leave it out", param=name)
+
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """Seed of one of several choices."""
+    return seed if seed is None or choice == 0 else derive_seed(seed, "choice", choice)
 
 
 def derive_seed(*parts: object) -> int:

@@ -46,6 +46,8 @@ class Recording:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    tops: dict[int, list[list[float]]] = field(default_factory=dict)
+    """Position -> ``[[token, logprob], ...]``, the likeliest tokens there; only if the agent asked for them."""
     segments: list[Segment] = field(default_factory=list)
     conflicts: int = 0
     """Span lists that contradicted an exact mark; their segments' tokens are unknown."""
@@ -58,11 +60,18 @@ class Recording:
         exact = label is not None and label == self.segments[-1].version
         return [[label if exact and label is not None else UNKNOWN_VERSION, tokens]]
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], marks: Iterable[Sequence[int]]) -> None:
+    def add(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        marks: Iterable[Sequence[int]],
+        tops: Sequence[list[list[float]]] = (),
+    ) -> None:
         """Append tokens to the current segment."""
         versions = [version for version, count in marks for _ in range(count)]
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probs, {len(versions)} versions")
+        self.tops.update(enumerate(tops, len(self.ids)))
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.versions.extend(versions)

@@ -62,24 +62,37 @@ class Renderer:
         self.vocab_size = self._vocab_size(folder)
         self.continuation_refusal = self._prove()
 
-    def prompt(self, messages: Sequence[Message], tools: Tools | None) -> Ids:
+    def prompt(self, messages: Sequence[Message], tools: Tools | None, *, thinking: bool | None = None) -> Ids:
         """Ids of the whole conversation, ending where the assistant's turn begins."""
-        return self.encode(self.text(messages, tools, prompt=True))
+        return self.encode(self.text(messages, tools, prompt=True, thinking=thinking))
 
-    def text(self, messages: Sequence[Message], tools: Tools | None, *, prompt: bool) -> str:
-        """The template's text of ``messages``."""
+    def text(
+        self, messages: Sequence[Message], tools: Tools | None, *, prompt: bool, thinking: bool | None = None
+    ) -> str:
+        """The template's text of ``messages``; ``thinking`` is its ``enable_thinking``, None leaves it out."""
         return self._template.render(
-            [message.for_template() for message in messages], list(tools) if tools else None, prompt=prompt
+            [message.for_template() for message in messages],
+            list(tools) if tools else None,
+            prompt=prompt,
+            thinking=thinking,
         )
 
-    def continuation(self, answer: Message, new: Sequence[Message], tools: Tools | None, *, ended: bool) -> Ids:
+    def continuation(
+        self,
+        answer: Message,
+        new: Sequence[Message],
+        tools: Tools | None,
+        *,
+        ended: bool,
+        thinking: bool | None = None,
+    ) -> Ids:
         """Ids that follow the recorded tokens of ``answer`` when ``new`` messages come after it.
 
         ``ended``: the recorded tokens end with the end-of-turn token; otherwise
         (cut by its token limit) that token comes first. Call only while
         :attr:`continuation_refusal` is empty.
         """
-        suffix = self._behind(answer, new, tools)
+        suffix = self._behind(answer, new, tools, thinking)
         return self.encode(suffix if ended else self.eos_text + suffix)
 
     def encode(self, text: str) -> Ids:
@@ -97,11 +110,25 @@ class Renderer:
 
     def token_text(self, token: int) -> str:
         """Text of one token, special ones included."""
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+        return self.raw_text([token])
 
-    def _behind(self, answer: Message, new: Sequence[Message], tools: Tools | None) -> str:
+    def raw_text(self, ids: Sequence[int]) -> str:
+        """Text with special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def checked(self, ids: Sequence[int]) -> Ids:
+        """Ids that a client sent; raises InvalidRequest for one outside the vocabulary, which can kill an engine."""
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size}", param="prompt")
+        return np.asarray(ids, np.int32)
+
+    def _behind(
+        self, answer: Message, new: Sequence[Message], tools: Tools | None, thinking: bool | None = None
+    ) -> str:
         """What the template puts behind the end of ``answer``, found by rendering a short stand-in conversation."""
-        return self._cut(self.text([Message("user", "x"), _stand_in(answer), *new], tools, prompt=True))
+        conversation = [Message("user", "x"), _stand_in(answer), *new]
+        return self._cut(self.text(conversation, tools, prompt=True, thinking=thinking))
 
     def _cut(self, text: str) -> str:
         """The text behind the end of the stand-in's turn."""

@@ -8,7 +8,7 @@ their square.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import numpy as np
 from proxy.trajectory.canonical import Message
 from proxy.trajectory.policy import Used
 from proxy.trajectory.recording import Marks, Segment
-from proxy.trajectory.session import Outcome, Placement, Session, Turn
+from proxy.trajectory.session import Session
 from proxy.trajectory.tree import ROOT, Floats, Ids
+from proxy.trajectory.turn import Choice, Outcome, Placement, Turn
 from storage.errors import IntegrityError
 
 
@@ -31,50 +32,57 @@ class Entry:
     logprobs: Floats | None = None
 
 
+_TURN_FIELDS = (
+    *("outcome", "reason", "parent", "tools", "parse_tools", "single_call", "raw", "thinking", "instructions"),
+    *("stored", "prefix", "asked", "created", "body_digest", "idempotency_key"),
+)
+"""Fields of a turn that are journalled as they are."""
+
+
 def turn_entry(turn: Turn, placement: Placement) -> Entry:
     """A turn begins."""
     data = {
         "turn": turn.index,
-        "g": turn.generation,
-        "outcome": turn.outcome.value,
-        "reason": turn.reason,
-        "parent": turn.parent,
+        "generations": [choice.generation for choice in turn.choices],
         "messages": [message.to_json() for message in turn.new_messages],
-        "tools": list(turn.tools),
-        "parse_tools": turn.parse_tools,
-        "asked": turn.asked,
-        "used": asdict(turn.used),
-        "created": turn.created,
-        "body": turn.body_digest,
-        "key": turn.idempotency_key,
+        "used": turn.used.to_json(),
+        **{name: getattr(turn, name) for name in _TURN_FIELDS},
     }
     return Entry("turn", data, placement.ids)
 
 
-def segment_entry(turn: Turn, segment: Segment) -> Entry:
+def segment_entry(turn: Turn, choice: Choice, segment: Segment) -> Entry:
     """An engine takes the generation on."""
-    return Entry("segment", {"turn": turn.index, **segment.to_json()})
+    return Entry("segment", {**_at(turn, choice), **segment.to_json()})
 
 
-def tokens_entry(turn: Turn, ids: list[int], logprobs: list[float], marks: Marks) -> Entry:
+def tokens_entry(
+    turn: Turn, choice: Choice, ids: list[int], logprobs: list[float], marks: Marks, tops: list[list[list[float]]]
+) -> Entry:
     """Sampled tokens, before anyone sees them."""
-    data = {"turn": turn.index, "versions": marks}
+    data = {**_at(turn, choice), "versions": marks}
+    if tops:
+        data["tops"] = tops
     return Entry("tokens", data, np.asarray(ids, np.int32), np.asarray(logprobs, np.float32))
 
 
-def spans_entry(turn: Turn, spans: list[list[int | None]]) -> Entry:
+def spans_entry(turn: Turn, choice: Choice, spans: list[list[int | None]]) -> Entry:
     """The engine's word on the versions of the segment that just ended."""
-    return Entry("spans", {"turn": turn.index, "spans": spans})
+    return Entry("spans", {**_at(turn, choice), "spans": spans})
 
 
-def end_entry(turn: Turn, *, ended: bool) -> Entry:
+def end_entry(turn: Turn, choice: Choice, *, ended: bool) -> Entry:
     """The generation ended by itself, or by its limit."""
-    return Entry("end", {"turn": turn.index, "ended": ended})
+    return Entry("end", {**_at(turn, choice), "ended": ended})
 
 
-def fail_entry(turn: Turn) -> Entry:
+def fail_entry(turn: Turn, choice: Choice) -> Entry:
     """The generation cannot be finished."""
-    return Entry("fail", {"turn": turn.index, "fault": turn.fault, "infra": turn.infra})
+    return Entry("fail", {**_at(turn, choice), "fault": choice.fault, "infra": choice.infra})
+
+
+def _at(turn: Turn, choice: Choice) -> dict[str, Any]:
+    return {"turn": turn.index, "choice": choice.index}
 
 
 def replay(session: Session, entries: list[Entry]) -> None:
@@ -89,60 +97,53 @@ def replay(session: Session, entries: list[Entry]) -> None:
             session.seal()
         else:
             _replay_generation(session, entry)
-    for turn in session.turns:
-        if turn.status == "open":
-            turn.status = "aborted"
+    for _, choice in session.generations():
+        if choice.status == "open":
+            choice.status = "aborted"
 
 
 def _replay_turn(session: Session, entry: Entry) -> None:
     data = entry.data
     if data["turn"] != len(session.turns) or entry.ids is None:
         raise IntegrityError(f"journal of session {session.id}: turn {data['turn']} follows {len(session.turns)} turns")
-    outcome = Outcome(data["outcome"])
-    extends = outcome is Outcome.EXTEND
-    base = session.turns[data["parent"]].end if extends else ROOT
-    placement = Placement(outcome, data["reason"], data["parent"], 0, base, entry.ids)
-    used = data["used"]
+    fields = {name: data[name] for name in _TURN_FIELDS}
+    fields["outcome"] = outcome = Outcome(data["outcome"])
+    fields["parent"] = parent = tuple(data["parent"]) if data["parent"] is not None else None
+    fields["tools"] = tuple(data["tools"])
+    base = session.choice(parent).end if parent is not None else ROOT
     session.add_turn(
-        placement,
+        Placement(outcome, data["reason"], parent, 0, base, entry.ids),
         Turn(
             index=data["turn"],
-            generation=data["g"],
-            outcome=outcome,
-            reason=data["reason"],
-            parent=data["parent"],
+            choices=tuple(Choice(index, generation) for index, generation in enumerate(data["generations"])),
             new_messages=tuple(Message.from_json(message) for message in data["messages"]),
-            tools=tuple(data["tools"]),
-            parse_tools=data["parse_tools"],
-            asked=data["asked"],
-            used=Used(**{**used, "stop": tuple(used["stop"])}),
-            created=data["created"],
-            body_digest=data["body"],
-            idempotency_key=data["key"],
-            prompt_end=ROOT,
-            prompt_tokens=0,
+            used=Used.from_json(data["used"]),
+            **fields,
         ),
     )
 
 
 def _replay_generation(session: Session, entry: Entry) -> None:
     data = dict(entry.data)
-    index = data.pop("turn")
-    if not 0 <= index < len(session.turns):
-        raise IntegrityError(f"journal of session {session.id}: {entry.kind} of turn {index}, which never began")
+    index, number = data.pop("turn"), data.pop("choice")
+    if not (0 <= index < len(session.turns) and 0 <= number < len(session.turns[index].choices)):
+        raise IntegrityError(
+            f"journal of session {session.id}: {entry.kind} of turn {index}, choice {number}, which never began"
+        )
     turn = session.turns[index]
-    recording = turn.recording
+    choice = turn.choices[number]
+    recording = choice.recording
     if entry.kind == "segment":
         recording.begin(Segment(**data))
     elif entry.kind == "tokens" and entry.ids is not None and entry.logprobs is not None:
-        recording.add(entry.ids.tolist(), entry.logprobs.tolist(), data["versions"])
+        recording.add(entry.ids.tolist(), entry.logprobs.tolist(), data["versions"], data.get("tops", ()))
     elif entry.kind == "spans":
         recording.amend(data["spans"])
     elif entry.kind == "end":
         builder = session.builder(turn)
         builder.feed(recording.ids)
-        session.complete(turn, builder, ended=data["ended"])
+        session.complete(turn, choice, builder, ended=data["ended"])
     elif entry.kind == "fail":
-        turn.status, turn.fault, turn.infra = "failed", data["fault"], data["infra"]
+        choice.status, choice.fault, choice.infra = "failed", data["fault"], data["infra"]
     else:
         raise IntegrityError(f"journal of session {session.id}: unknown entry {entry.kind!r}")

@@ -8,89 +8,24 @@ Pure state. The proxy's I/O side calls :meth:`Session.place` for a request,
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from proxy.dialects.base import TurnRequest
-from proxy.trajectory.answer import AnswerBuilder, Delta, FinishReason
+from proxy.trajectory import reasoning
+from proxy.trajectory.answer import AnswerBuilder, Delta
 from proxy.trajectory.canonical import Message, extend_digest, tools_digest
-from proxy.trajectory.policy import Policy, Used, asked, decide
-from proxy.trajectory.recording import Recording
+from proxy.trajectory.policy import Policy, Used, asked, check_limits, decide
 from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.toolcalls import NoParser, parser_factory
 from proxy.trajectory.tree import ROOT, Ids, Tree
-from storage.errors import InvalidRequest, SessionClosed
+from proxy.trajectory.turn import Choice, Outcome, Placement, Turn
+from storage.errors import InvalidRequest, PreviousResponseNotFound, SessionClosed, UnsupportedParameter
 
-TurnStatus = Literal["open", "finished", "aborted", "failed"]
-"""``aborted``: the client went away or the proxy died; a retry of the same request continues it."""
-
-
-class Outcome(enum.StrEnum):
-    """Where a turn's prompt came from."""
-
-    ROOT = "root"
-    """A conversation of its own: rendered in full."""
-    EXTEND = "extend"
-    """Recorded ids of an earlier turn and its answer, plus the ids of the new messages."""
-    FORK = "fork"
-    """Follows an earlier turn, but had to be rendered in full; the reason says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The decision about one request, before it becomes a turn.
-
-    ``ids`` are the prompt tokens behind ``base`` (a span index, ROOT for a full
-    prompt); ``parent`` is the turn whose messages and answer come first and
-    ``new_from`` the number of its messages plus one.
-    """
-
-    outcome: Outcome
-    reason: str
-    parent: int | None
-    new_from: int
-    base: int
-    ids: Ids
-
-
-@dataclass(slots=True)
-class Turn:
-    """One request and its answer. ``prompt_end`` and ``end`` are span indices, the same one if there are no tokens."""
-
-    index: int
-    generation: str
-    outcome: Outcome
-    reason: str
-    parent: int | None
-    new_messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-    parse_tools: bool
-    asked: dict[str, Any]
-    used: Used
-    created: int
-    body_digest: str
-    idempotency_key: str
-    prompt_end: int
-    prompt_tokens: int
-    recording: Recording = field(default_factory=Recording)
-    status: TurnStatus = "open"
-    finish_reason: FinishReason | None = None
-    ended: bool = False
-    """The tokens end with the end-of-turn token."""
-    trimmed: bool = False
-    """A stop string was cut off: the agent's text is not the text of the ids."""
-    answer: Message | None = None
-    end: int = ROOT
-    digest: bytes = b""
-    """Of the whole request: tools and messages."""
-    fault: str = ""
-    """Why it failed."""
-    infra: bool = False
-    """It failed by no doing of the agent or the model."""
+_TAIL = 16
+"""Tokens at the end of a prompt that may hold the mark of a block of reasoning."""
 
 
 @dataclass(slots=True)
@@ -106,35 +41,49 @@ class Session:
     sealed: bool = False
     affinity: str | None = None
     """Lease of the engine that last worked for it and has its prefix cached."""
-    _answers: dict[bytes, int] = field(default_factory=dict)
+    _answers: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     _prompts: dict[bytes, int] = field(default_factory=dict)
 
-    def place(self, request: TurnRequest) -> Placement:
-        """Decide where ``request`` belongs and build its prompt; changes nothing.
+    def resolve(self, request: TurnRequest) -> TurnRequest:
+        """The request with the conversation that it goes on from in front.
 
-        Raises SessionClosed, InvalidRequest (turn limit, template), ContextLengthExceeded.
+        Raises PreviousResponseNotFound. A request's own instructions stay its own, as the vendor has it.
+        """
+        if not request.previous:
+            return request
+        named = [at for at in self.generations() if at[1].generation == request.previous and at[0].stored]
+        turn, choice = named[0] if named else (None, None)
+        if turn is None or choice is None or choice.answer is None:
+            raise PreviousResponseNotFound(
+                f"Previous response with id 'resp_{request.previous}' not found.", param="previous_response_id"
+            )
+        history = (*self.messages(turn)[1 if turn.instructions else 0 :], choice.answer)
+        own = 1 if request.instructions else 0
+        return replace(request, messages=(*request.messages[:own], *history, *request.messages[own:]))
+
+    def place(self, request: TurnRequest, now: float = 0.0) -> Placement:
+        """Decide where ``request`` belongs and build its prompt; changes nothing. ``now`` is in unix seconds.
+
+        Raises SessionClosed, LimitReached, InvalidRequest (template), ContextLengthExceeded.
         """
         if self.sealed:
             raise SessionClosed(f"session {self.id} has ended: its attempt was finished or given up")
-        if self.policy.max_turns is not None and len(self.turns) >= self.policy.max_turns:
-            raise InvalidRequest(f"the session has used its {self.policy.max_turns} turns (agent.max_turns)")
-        parent, position, answered = self._find(request)
-        if parent is None:
-            return self._full(request, Outcome.ROOT, "")
-        refusal = self._continuation_refusal(parent, answered)
-        if refusal:
-            return self._full(request, Outcome.FORK, refusal)
-        new = request.messages[position:]
-        try:
-            ids = self.renderer.continuation(request.messages[position - 1], new, request.tools, ended=parent.ended)
-        except InvalidRequest as error:
-            return self._full(request, Outcome.FORK, f"template: {error}")
-        return Placement(Outcome.EXTEND, "", parent.index, position, parent.end, ids)
+        check_limits(self.policy, turns=len(self.turns), tokens=self.tree.size, now=now)
+        if request.prompt is not None:
+            return self._place_raw(request.prompt)
+        placement = self._place_messages(request)
+        prefix = self._forced_prefix(request, placement)
+        if not prefix:
+            return placement
+        return replace(placement, ids=np.concatenate([placement.ids, self.renderer.encode(prefix)]), prefix=prefix)
 
     def decide(self, placement: Placement, request: TurnRequest) -> Used:
         """Sampling in force for the turn that ``placement`` would become."""
-        tokens = self.tree.depth(placement.base) + len(placement.ids)
-        return decide(self.policy, request, len(self.turns), tokens)
+        return decide(self.policy, request, len(self.turns), self.prompt_length(placement))
+
+    def prompt_length(self, placement: Placement) -> int:
+        """Tokens of the whole prompt."""
+        return self.tree.depth(placement.base) + len(placement.ids)
 
     def begin(
         self,
@@ -142,68 +91,89 @@ class Session:
         request: TurnRequest,
         used: Used,
         *,
-        generation: str,
+        generations: Sequence[str],
         created: int,
         body_digest: str = "",
         idempotency_key: str = "",
     ) -> Turn:
-        """Make the request a turn."""
-        return self.add_turn(
-            placement,
-            Turn(
-                index=len(self.turns),
-                generation=generation,
-                outcome=placement.outcome,
-                reason=placement.reason,
-                parent=placement.parent,
-                new_messages=request.messages[placement.new_from :],
-                tools=request.tools,
-                parse_tools=request.parse_tools,
-                asked=asked(request),
-                used=used,
-                created=created,
-                body_digest=body_digest,
-                idempotency_key=idempotency_key,
-                prompt_end=ROOT,
-                prompt_tokens=0,
-            ),
+        """Make the request a turn; ``generations`` are the ids of its choices."""
+        turn = Turn(
+            index=len(self.turns),
+            choices=tuple(Choice(index, generation) for index, generation in enumerate(generations)),
+            outcome=placement.outcome,
+            reason=placement.reason,
+            parent=placement.parent,
+            new_messages=request.messages[placement.new_from :],
+            tools=request.tools,
+            parse_tools=request.parse_tools,
+            single_call=not request.parallel_tool_calls,
+            raw=request.prompt is not None,
+            thinking=request.thinking,
+            instructions=request.instructions,
+            stored=request.store,
+            prefix=placement.prefix,
+            asked=asked(request),
+            used=used,
+            created=created,
+            body_digest=body_digest,
+            idempotency_key=idempotency_key,
         )
+        return self.add_turn(placement, turn)
 
     def add_turn(self, placement: Placement, turn: Turn) -> Turn:
         """Enter ``turn`` with the prompt of ``placement``; used by :meth:`begin` and by replay."""
         turn.prompt_end, _ = self.tree.insert_prompt(placement.ids, placement.base)
         turn.prompt_tokens = self.tree.depth(turn.prompt_end)
-        turn.end = turn.prompt_end
-        turn.digest = self._digest(turn)
+        for choice in turn.choices:
+            choice.end = turn.prompt_end
+        if turn.parent is not None:
+            self.choice(turn.parent).continued = True
         self.turns.append(turn)
-        self._prompts.setdefault(turn.digest, turn.index)
+        if not turn.raw:
+            turn.digest = self._digest(turn)
+            self._prompts.setdefault(turn.digest, turn.index)
         return turn
 
+    def choice(self, at: tuple[int, int]) -> Choice:
+        """The choice at (turn, choice)."""
+        return self.turns[at[0]].choices[at[1]]
+
     def builder(self, turn: Turn) -> AnswerBuilder:
-        """A fresh builder of the turn's answer."""
-        factory = parser_factory(self.policy.tool_parser, self.policy.tool_open, self.policy.tool_close)
-        parser = factory(turn.tools) if turn.parse_tools else NoParser()
-        return AnswerBuilder(self.renderer.decode, parser, stops=turn.used.stop, silent=self.renderer.eos_ids)
+        """A fresh builder of one of the turn's answers."""
+        policy = self.policy
+        opened = not turn.raw and self._reasoning_is_open(self.prompt_ids(turn))
+        tools = parser_factory(policy.tool_parser, policy.tool_open, policy.tool_close)
+        return AnswerBuilder(
+            self.renderer.decode,
+            reasoning.reasoning_factory("none" if turn.raw else policy.reasoning_parser)(opened),
+            tools(turn.tools) if turn.parse_tools else NoParser(),
+            stops=turn.used.stop,
+            silent=self.renderer.eos_ids,
+            prefix=turn.prefix,
+            single_call=turn.single_call and turn.parse_tools,
+        )
 
     def prompt_ids(self, turn: Turn) -> Ids:
         """The prompt as the engine reads it."""
         return self.tree.path_ids(turn.prompt_end)
 
-    def complete(self, turn: Turn, builder: AnswerBuilder, *, ended: bool) -> list[Delta]:
-        """Close the answer and :meth:`finish` the turn; returns the last deltas. ``ended``: not cut by its limit."""
-        deltas = builder.finish(ended=ended)
-        trimmed = builder.stop_string is not None
-        self.finish(turn, builder.finish_reason(ended=ended), builder.message(), trimmed=trimmed)
-        return deltas
+    def complete(self, turn: Turn, choice: Choice, builder: AnswerBuilder, *, ended: bool) -> list[Delta]:
+        """Close an answer: its tokens enter the tree and later requests may build on it; returns the last deltas.
 
-    def finish(self, turn: Turn, reason: FinishReason, answer: Message, *, trimmed: bool) -> None:
-        """The generation ended by itself: its tokens enter the tree and later requests may build on it."""
-        recording = turn.recording
-        turn.status, turn.finish_reason, turn.answer, turn.trimmed = "finished", reason, answer, trimmed
-        turn.ended = bool(recording.ids) and recording.ids[-1] in self.renderer.eos_ids
-        self._enter(turn, passable=True)
-        if recording.ids:
-            self._answers[extend_digest(turn.digest, answer)] = turn.index
+        ``ended``: not cut by its limit.
+        """
+        deltas = builder.finish(ended=ended)
+        answer, ids = builder.message(), choice.recording.ids
+        choice.status, choice.answer = "finished", answer
+        choice.finish_reason, choice.stop_string = builder.finish_reason(ended=ended), builder.stop_string
+        choice.ended = bool(ids) and ids[-1] in self.renderer.eos_ids
+        self._enter(turn, choice, passable=True)
+        if ids and not turn.raw:
+            at = (turn.index, choice.index)
+            self._answers[extend_digest(turn.digest, answer)] = at
+            if answer.reasoning:  # many clients do not send it back
+                self._answers[extend_digest(turn.digest, answer.without_reasoning())] = at
+        return deltas
 
     def seal(self) -> None:
         """No more turns; tokens of generations that never finished stay in the tree as nobody's prefix."""
@@ -211,15 +181,16 @@ class Session:
             return
         self.sealed = True
         for turn in self.turns:
-            if turn.status == "open":
-                turn.status = "aborted"
-            if turn.status != "finished":
-                self._enter(turn, passable=False)
+            for choice in turn.choices:
+                if choice.status == "open":
+                    choice.status = "aborted"
+                if choice.status != "finished":
+                    self._enter(turn, choice, passable=False)
 
     def find_retry(self, body_digest: str, idempotency_key: str, *, retried: bool) -> Turn | None:
         """The turn that a repeated request belongs to: same key, or same body and the client says that it retries."""
         for turn in reversed(self.turns):
-            if turn.status == "failed":
+            if any(choice.status == "failed" for choice in turn.choices):
                 continue
             if idempotency_key and turn.idempotency_key == idempotency_key and turn.body_digest == body_digest:
                 return turn
@@ -231,14 +202,42 @@ class Session:
         """All messages of the turn's request."""
         parts = [turn.new_messages]
         while turn.parent is not None:
-            turn = self.turns[turn.parent]
-            parts += [(turn.answer,) if turn.answer else (), turn.new_messages]
+            answer = self.choice(turn.parent).answer
+            turn = self.turns[turn.parent[0]]
+            parts += [(answer,) if answer else (), turn.new_messages]
         return tuple(message for part in reversed(parts) for message in part)
+
+    def generations(self) -> Iterator[tuple[Turn, Choice]]:
+        """Every choice of every turn."""
+        for turn in self.turns:
+            for choice in turn.choices:
+                yield turn, choice
+
+    def unused(self) -> set[str]:
+        """Generations whose request was made again, word for word, and whose agent went on from another answer.
+
+        That is what a client leaves behind that gave up and asked anew without saying so. If it went on from none,
+        the newest counts.
+        """
+        asked_for: dict[bytes, list[Turn]] = {}
+        for turn in self.turns:
+            asked_for.setdefault(turn.digest or bytes(turn.body_digest, "ascii"), []).append(turn)
+        found: set[str] = set()
+        for turns in asked_for.values():
+            used = [turn for turn in turns if any(choice.continued for choice in turn.choices)] or turns[-1:]
+            found |= {choice.generation for turn in turns if turn not in used for choice in turn.choices}
+        return found
+
+    def trainable(self) -> set[str]:
+        """Generations whose tokens may enter a loss: they ended by themselves and their agent used them."""
+        left_out = set() if self.policy.train_unused else self.unused()
+        finished = {choice.generation for _, choice in self.generations() if choice.status == "finished"}
+        return finished - left_out
 
     def versions(self) -> Iterator[int]:
         """Known weight versions of all sampled tokens, runs collapsed."""
-        for turn in self.turns:
-            for version, _ in turn.recording.version_runs():
+        for _, choice in self.generations():
+            for version, _ in choice.recording.version_runs():
                 if version >= 0:
                     yield version
 
@@ -246,52 +245,116 @@ class Session:
         """Turns that had to be rendered in full though they followed another."""
         return sum(turn.outcome is Outcome.FORK for turn in self.turns)
 
-    def _enter(self, turn: Turn, *, passable: bool) -> None:
-        recording = turn.recording
-        turn.end = self.tree.append_completion(
+    def _enter(self, turn: Turn, choice: Choice, *, passable: bool) -> None:
+        recording = choice.recording
+        choice.end = self.tree.append_completion(
             turn.prompt_end,
-            turn.generation,
+            choice.generation,
             np.asarray(recording.ids, np.int32),
             np.asarray(recording.logprobs, np.float32),
             np.asarray(recording.versions, np.int32),
             passable=passable,
         )
 
-    def _full(self, request: TurnRequest, outcome: Outcome, reason: str) -> Placement:
-        return Placement(outcome, reason, None, 0, ROOT, self.renderer.prompt(request.messages, request.tools))
+    def _place_messages(self, request: TurnRequest) -> Placement:
+        parent, position, answered = self._find(request)
+        if parent is None:
+            return self._full(request, Outcome.ROOT, "")
+        choice = self.choice(parent)
+        if self.policy.history == "template":
+            return self._as_template(request, parent, position)
+        refusal = self._continuation_refusal(parent, answered)
+        if refusal:
+            return self._full(request, Outcome.FORK, refusal)
+        new = request.messages[position:]
+        answer = request.messages[position - 1]
+        try:
+            ids = self.renderer.continuation(answer, new, request.tools, ended=choice.ended, thinking=request.thinking)
+        except InvalidRequest as error:
+            return self._full(request, Outcome.FORK, f"template: {error}")
+        return Placement(Outcome.EXTEND, "", parent, position, choice.end, ids)
 
-    def _find(self, request: TurnRequest) -> tuple[Turn | None, int, bool]:
-        """The latest turn that the request follows: (turn, messages up to and with its answer, answer is equal)."""
+    def _place_raw(self, prompt: str | tuple[int, ...]) -> Placement:
+        """Completions: the latest answer whose whole path the prompt begins with is gone on from."""
+        ids = self.renderer.encode(prompt) if isinstance(prompt, str) else self.renderer.checked(prompt)
+        if not len(ids):
+            raise InvalidRequest("prompt is empty: a generation starts from at least one token", param="prompt")
+        for turn, choice in reversed(list(self.generations())):
+            depth = self.tree.depth(choice.end)
+            if choice.status != "finished" or choice.end == turn.prompt_end or depth >= len(ids):
+                continue
+            if np.array_equal(self.tree.path_ids(choice.end), ids[:depth]):
+                return Placement(Outcome.EXTEND, "", (turn.index, choice.index), 0, choice.end, ids[depth:])
+        return Placement(Outcome.ROOT, "", None, 0, ROOT, ids)
+
+    def _as_template(self, request: TurnRequest, parent: tuple[int, int], position: int) -> Placement:
+        """The prompt that the deployed server would read; it extends the recorded path only if its ids do."""
+        ids = self.renderer.prompt(request.messages, request.tools, thinking=request.thinking)
+        end = self.choice(parent).end
+        depth = self.tree.depth(end)
+        if depth < len(ids) and np.array_equal(self.tree.path_ids(end), ids[:depth]):
+            return Placement(Outcome.EXTEND, "", parent, position, end, ids[depth:])
+        reason = f"template_history: the template writes the conversation up to turn {parent[0]} in other tokens"
+        return Placement(Outcome.FORK, reason, None, 0, ROOT, ids)
+
+    def _forced_prefix(self, request: TurnRequest, placement: Placement) -> str:
+        """Text in front of the answer that makes it a call, if the request forces one."""
+        kind, name = request.tool_choice
+        if kind not in ("required", "named"):
+            return ""
+        policy = self.policy
+        parser = parser_factory(policy.tool_parser, policy.tool_open, policy.tool_close)(request.tools)
+        prefix = parser.forced_prefix(name or None)
+        if prefix is None:
+            raise UnsupportedParameter(
+                f"tool_choice cannot force a call with tool parser {policy.tool_parser!r}", param="tool_choice"
+            )
+        # A template may have opened a block of reasoning, in which no call can begin.
+        closing = reasoning.MARKS[policy.reasoning_parser][1] if self._reasoning_is_open(placement.ids) else ""
+        return f"{closing}\n\n{prefix}" if closing else prefix
+
+    def _reasoning_is_open(self, prompt: Ids) -> bool:
+        """Whether the answer to ``prompt`` begins inside a block of reasoning, which then has no opening mark."""
+        kind = self.policy.reasoning_parser
+        return kind != "none" and reasoning.opened(kind, self.renderer.raw_text(prompt[-_TAIL:].tolist()))
+
+    def _full(self, request: TurnRequest, outcome: Outcome, reason: str) -> Placement:
+        ids = self.renderer.prompt(request.messages, request.tools, thinking=request.thinking)
+        return Placement(outcome, reason, None, 0, ROOT, ids)
+
+    def _find(self, request: TurnRequest) -> tuple[tuple[int, int] | None, int, bool]:
+        """The latest choice that the request follows: (choice, messages up to and with it, the answer is equal)."""
         digest = tools_digest(request.tools)
-        found: tuple[Turn | None, int, bool] = (None, 0, False)
+        found: tuple[tuple[int, int] | None, int, bool] = (None, 0, False)
         asked_last: int | None = None
         for position, message in enumerate(request.messages, 1):
             digest = extend_digest(digest, message)
             if message.role == "assistant":
                 answered = self._answers.get(digest)
                 if answered is not None:
-                    found = (self.turns[answered], position, True)
+                    found = (answered, position, True)
+                    digest = self._answer_digest(answered)  # as recorded, whatever the client left out
                 elif asked_last is not None:
-                    found = (self.turns[asked_last], position, False)
+                    found = ((asked_last, 0), position, False)
             asked_last = self._prompts.get(digest)
         return found
 
-    def _continuation_refusal(self, parent: Turn, answered: bool) -> str:
+    def _continuation_refusal(self, parent: tuple[int, int], answered: bool) -> str:
         if not answered:
-            return f"answer_differs: the assistant message is not the answer to turn {parent.index}"
-        if parent.trimmed:
-            return f"answer_trimmed: a stop string was cut from the answer to turn {parent.index}"
+            return f"answer_differs: the assistant message is not the answer to turn {parent[0]}"
+        if self.choice(parent).stop_string is not None:
+            return f"answer_trimmed: a stop string was cut from the answer to turn {parent[0]}"
         if self.renderer.continuation_refusal:
             return f"template: {self.renderer.continuation_refusal}"
         return ""
 
+    def _answer_digest(self, at: tuple[int, int]) -> bytes:
+        turn, answer = self.turns[at[0]], self.choice(at).answer
+        return extend_digest(turn.digest, answer) if answer else turn.digest
+
     def _digest(self, turn: Turn) -> bytes:
         """Digest of the turn's whole request, from its parent's: O(new messages)."""
-        if turn.parent is None:
-            digest = tools_digest(turn.tools)
-        else:
-            parent = self.turns[turn.parent]
-            digest = extend_digest(parent.digest, parent.answer) if parent.answer else parent.digest
+        digest = tools_digest(turn.tools) if turn.parent is None else self._answer_digest(turn.parent)
         for message in turn.new_messages:
             digest = extend_digest(digest, message)
         return digest

@@ -70,14 +70,22 @@ class ChatTemplate:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from None
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        prompt: bool,
+        thinking: bool | None = None,
+    ) -> str:
         """The text of ``messages``; ``prompt`` adds the start of the assistant's turn.
 
         Raises :class:`InvalidRequest` with the template's own words when it refuses the messages.
         """
+        variables = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=prompt, **self._special_tokens
+                messages=messages, tools=tools, add_generation_prompt=prompt, **variables, **self._special_tokens
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(

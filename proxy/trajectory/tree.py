@@ -60,6 +60,8 @@ class Tree:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.size = 0
+        """Stored tokens of both kinds."""
         self._top: dict[int, list[int]] = {}
 
     def insert_prompt(self, ids: Ids, after: int = ROOT, *, through_completions: bool = True) -> tuple[int, int]:
@@ -203,6 +205,7 @@ class Tree:
     def _add(self, span: Span) -> int:
         span.depth = self.depth(span.parent) + len(span.ids)
         self.spans.append(span)
+        self.size += len(span.ids)
         index = len(self.spans) - 1
         self._children(span.parent).setdefault(int(span.ids[0]), []).append(index)
         return index

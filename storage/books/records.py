@@ -6,6 +6,7 @@ A *stream* is ``"train"`` or ``"eval/<version>"``. Times are unix seconds.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -312,3 +313,37 @@ class SessionRecord:
     attempt: int
     policy: Mapping[str, Any] = field(default_factory=dict)
     closed: bool = False
+    parent: str | None = None
+    """The session on whose behalf this one was opened, e.g. that of a sub-agent's agent."""
+    created: float = field(default_factory=time.time)
+    ended: float | None = None
+    """When it was closed."""
+    proxy: str | None = None
+    """Process id, as in :class:`ProxyRecord`, of the proxy that owns it; None: nobody has taken it yet."""
+    reward: float | None = None
+    """Of a session outside the sample queue; that of a sample is the sample's."""
+    reward_cause: str | None = None
+    """Why there is no reward, or how it came about."""
+    collected: int | None = None
+    """Sampled tokens the journal held of it when its records were removed; None: they were not."""
+
+
+@dataclass(frozen=True)
+class ProxyRecord:
+    """A proxy process: ``proxy`` is its id, new for every start, ``url`` where other processes reach it.
+
+    It lives until ``lease_until``, by the database's clock. ``routes_seen`` is the newest generation of the routes
+    that it acts on.
+    """
+
+    proxy: str
+    url: str
+    lease_until: float
+    routes_seen: int
+
+
+class RouteTable(NamedTuple):
+    """All routes, by lease, as of ``generation``, which every change of them raises."""
+
+    generation: int
+    routes: tuple[Route, ...]

@@ -1,9 +1,11 @@
-"""Tables of the ledger. Portable column types only: SQLite now, PostgreSQL with the same definitions."""
+"""Tables of the ledger, the same on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from sqlalchemy import (
-    JSON,
     BigInteger,
     Boolean,
     Column,
@@ -14,15 +16,45 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     text,
 )
+from sqlalchemy.engine import Dialect
 
-VERSION = 2
-"""Of the schema; a database of another version is refused."""
+VERSION = 3
+"""Of the schema; older databases are brought up to it (:mod:`storage.books.upgrade`), others are refused."""
 
 metadata = MetaData()
 _TAKEN = text("step IS NOT NULL")
+_UNCOLLECTED = text("closed AND collected IS NULL")
+_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+"""Of rows that only have to differ. SQLite gives such numbers to INTEGER columns only."""
+
+
+class Json(TypeDecorator[Any]):
+    """JSON as text: a server's own type refuses the NaN that a diverged step reports."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else json.dumps(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        # Databases made by version 2 hold bare numbers as numbers.
+        return json.loads(value) if isinstance(value, str) else value
+
+
+class Prose(TypeDecorator[str]):
+    """Text of unknown origin, e.g. the end of an agent's output: no SQL text holds a NUL or half a surrogate pair."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return value and value.replace("\0", "\N{SYMBOL FOR NULL}").encode(errors="replace").decode()
+
 
 about = Table("about", metadata, Column("name", String, primary_key=True), Column("value", String, nullable=False))
 
@@ -30,7 +62,7 @@ runs = Table(
     "runs",
     metadata,
     Column("run", String, primary_key=True),
-    Column("spec", JSON, nullable=False),
+    Column("spec", Json, nullable=False),
     Column("spec_digest", String, nullable=False),
     Column("created", Float, nullable=False),
     Column("state", String, nullable=False),
@@ -60,7 +92,7 @@ samples = Table(
     Column("attempt", Integer, nullable=False),
     Column("state", String, nullable=False),
     Column("cause", String),
-    Column("detail", Text),
+    Column("detail", Prose),
     Column("worker", String),
     Column("session", String),
     Column("prompt_tokens", BigInteger),
@@ -68,7 +100,7 @@ samples = Table(
     Column("turns", Integer),
     Column("min_version", Integer),
     Column("max_version", Integer),
-    Column("output", JSON),
+    Column("output", Json),
     Column("reward", Float),
     Column("reward_worker", String),
     Column("reward_until", Float),
@@ -88,7 +120,7 @@ attempts = Table(
     Column("sample", Integer, primary_key=True, autoincrement=False),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("cause", String, nullable=False),
-    Column("detail", Text, nullable=False),
+    Column("detail", Prose, nullable=False),
     Column("worker", String),
     Column("session", String),
     Column("ended", Float, nullable=False),
@@ -106,7 +138,7 @@ groups = Table(
     Column("state", String, nullable=False),
     Column("cause", String),
     Column("start_version", Integer),
-    Column("rewards", JSON, nullable=False),
+    Column("rewards", Json, nullable=False),
     Column("lineage", Integer),
     Column("step", Integer),
     Index("groups_by_state", "run", "stream", "state", "ordinal"),
@@ -138,7 +170,7 @@ checkpoints = Table(
     Column("digest", String, nullable=False),
     Column("weights_path", String, nullable=False),
     Column("weights_digest", String, nullable=False),
-    Column("metrics", JSON, nullable=False),
+    Column("metrics", Json, nullable=False),
     Column("created", Float, nullable=False),
 )
 
@@ -148,14 +180,14 @@ steps = Table(
     Column("run", String, primary_key=True),
     Column("lineage", Integer, primary_key=True, autoincrement=False),
     Column("step", Integer, primary_key=True, autoincrement=False),
-    Column("metrics", JSON, nullable=False),
+    Column("metrics", Json, nullable=False),
     Column("recorded", Float, nullable=False),
 )
 
 intervals = Table(
     "intervals",
     metadata,
-    Column("id", Integer, primary_key=True),
+    Column("id", _NUMBER, primary_key=True),
     Column("run", String, nullable=False),
     Column("node", String, nullable=False),
     Column("kind", String, nullable=False),
@@ -167,12 +199,12 @@ intervals = Table(
 audit = Table(
     "audit",
     metadata,
-    Column("id", Integer, primary_key=True),
+    Column("id", _NUMBER, primary_key=True),
     Column("at", Float, nullable=False),
     Column("actor", String, nullable=False),
     Column("what", String, nullable=False),
-    Column("why", Text, nullable=False),
-    Column("data", JSON, nullable=False),
+    Column("why", Prose, nullable=False),
+    Column("data", Json, nullable=False),
 )
 
 routes = Table(
@@ -206,7 +238,26 @@ sessions = Table(
     Column("ordinal", BigInteger),
     Column("sample", Integer),
     Column("attempt", Integer, nullable=False),
-    Column("policy", JSON, nullable=False),
+    Column("policy", Json, nullable=False),
     Column("closed", Boolean, nullable=False),
+    Column("parent", String),
+    Column("created", Float, nullable=False, server_default="0"),
+    Column("ended", Float),
+    Column("proxy", String),
+    Column("reward", Float),
+    Column("reward_cause", Prose),
+    Column("turns", BigInteger),
+    Column("forks", BigInteger),
+    Column("collected", BigInteger),
     Index("sessions_by_sample", "run", "stream", "ordinal", "sample", "attempt"),
+    Index("sessions_uncollected", "run", sqlite_where=_UNCOLLECTED, postgresql_where=_UNCOLLECTED),
+)
+
+proxies = Table(
+    "proxies",
+    metadata,
+    Column("proxy", String, primary_key=True),
+    Column("url", String, nullable=False),
+    Column("lease_until", Float, nullable=False),
+    Column("routes_seen", BigInteger, nullable=False),
 )

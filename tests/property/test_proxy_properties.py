@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.answering import Answering
 from proxy.dialects.base import TurnRequest
-from proxy.generation import Generation, Services
+from proxy.generation import Services
 from proxy.meter import Counters
 from proxy.routes import RouteUse
 from proxy.testing import toy_ids, write_toy_model
@@ -21,6 +22,7 @@ from proxy.trajectory import replay
 from proxy.trajectory.answer import AnswerBuilder
 from proxy.trajectory.canonical import Message
 from proxy.trajectory.policy import Policy
+from proxy.trajectory.reasoning import NoReasoning
 from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.session import Session
 from proxy.trajectory.toolcalls import parser_factory
@@ -87,6 +89,9 @@ class CuttingEngine:
     async def abort(self, request_id: str | None) -> None:
         return None
 
+    def continuable(self, sampling: Sampling) -> bool:
+        return True
+
 
 class Routes:
     """One route that is always open."""
@@ -127,20 +132,20 @@ async def take_turn(
     answer: Sequence[int],
     chunks: list[int],
     cuts: list[tuple[int, str]],
-) -> Generation:
+) -> Answering:
     placement = session.place(request)
     turn = session.begin(
-        placement, request, session.decide(placement, request), generation=f"g{len(session.turns)}", created=1
+        placement, request, session.decide(placement, request), generations=[f"g{len(session.turns)}"], created=1
     )
     await journal.append(
         *[JournalRecord(session.id, e.kind, e.data, e.ids, e.logprobs) for e in [replay.turn_entry(turn, placement)]]
     )
     engine = CuttingEngine(answer, turn.prompt_tokens, chunks, cuts)
-    generation = Generation(Services(journal, Routes(engine), Counters()), session, turn)  # type: ignore[arg-type]
+    answering = Answering(Services(journal, Routes(engine), Counters()), session, turn)  # type: ignore[arg-type]
     async with asyncio.timeout(20):
-        await generation.gone()
-    assert generation.error is None
-    return generation
+        await answering.gone()
+    assert answering.error is None
+    return answering
 
 
 def facts(session: Session) -> object:
@@ -149,12 +154,15 @@ def facts(session: Session) -> object:
         (s.parent, s.kind, s.ids.tolist(), s.logprobs.tolist(), s.versions.tolist(), s.generation)
         for s in session.tree.spans
     ]
-    turns = [(t.outcome, t.status, t.finish_reason, t.answer, t.prompt_end, t.end, t.ended) for t in session.turns]
+    turns = [
+        (t.outcome, t.prompt_end, c.status, c.finish_reason, c.answer, c.end, c.ended) for t, c in session.generations()
+    ]
     return spans, turns
 
 
-def shown(generation: Generation) -> tuple[str, list[object]]:
-    return "".join(d.text for d in generation.deltas), [d.call for d in generation.deltas if d.call]
+def shown(answering: Answering) -> tuple[str, list[object]]:
+    deltas = [event.delta for event in answering.events if event.delta]
+    return "".join(d.text for d in deltas), [d.call for d in deltas if d.call]
 
 
 CUTS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["dies", "aborts", "lies"])), max_size=3)
@@ -168,11 +176,12 @@ async def converse(
     messages: tuple[Message, ...] = (Message("user", "hi"),)
     seen: list[object] = []
     for (text, limit, stops), (chunks, cuts) in zip(script, disturb, strict=True):
-        request = TurnRequest(messages, TOOLS, True, max_tokens=limit, stop=("END",) if stops else ())
-        generation = await take_turn(session, journal, request, toy_ids(text), chunks, cuts)
-        seen.append(shown(generation))
-        assert generation.turn.answer is not None
-        messages = (*messages, generation.turn.answer, Message("user", "go on"))
+        request = TurnRequest(messages, tools=TOOLS, max_tokens=limit, stop=("END",) if stops else ())
+        answering = await take_turn(session, journal, request, toy_ids(text), chunks, cuts)
+        seen.append(shown(answering))
+        answer = answering.turn.choices[0].answer
+        assert answer is not None
+        messages = (*messages, answer, Message("user", "go on"))
     return session, journal, seen
 
 
@@ -205,7 +214,7 @@ def test_an_answer_does_not_depend_on_how_its_tokens_were_split(renderer, parser
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
 
     def build(edges: list[int]) -> tuple[Message, str | None, int]:
-        builder = AnswerBuilder(renderer.decode, factory(TOOLS), stops=stops, silent=renderer.eos_ids)
+        builder = AnswerBuilder(renderer.decode, NoReasoning(), factory(TOOLS), stops=stops, silent=renderer.eos_ids)
         accepted = 0
         for start, end in zip([0, *edges], [*edges, len(ids)], strict=True):
             if builder.stop_string is None:

@@ -38,7 +38,7 @@ async def test_a_second_turn_is_the_recorded_ids_of_the_first_and_the_new_messag
     assert tuple(two.ids[len(recorded) :]) == (*expected, 1, *toy_ids("assistant\n", end=False))
     assert await outcomes(bench) == ["root", "extend"]
     session = await bench.recorded()
-    assert session.tree.depth(session.turns[1].end) == len(two.ids) + 3
+    assert session.tree.depth(session.turns[1].choices[0].end) == len(two.ids) + 3
 
 
 async def test_an_answer_cut_by_its_limit_can_be_followed(start_bench):
@@ -180,7 +180,7 @@ async def test_87_two_conversations_interleaved_in_one_session_are_two_paths(sta
     await ask(client, other, b, more)
     assert await outcomes(bench) == ["root", "root", "extend", "extend"]
     session = await bench.recorded()
-    ends = [session.turns[2].end, session.turns[3].end]
+    ends = [session.turns[2].choices[0].end, session.turns[3].choices[0].end]
     assert [
         np.array_equal(session.tree.path_ids(end)[:-3], bench.engine.requests[i].ids)
         for end, i in zip(ends, (2, 3), strict=True)

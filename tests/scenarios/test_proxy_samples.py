@@ -199,7 +199,7 @@ async def test_a_restarted_proxy_knows_its_routes_sessions_and_half_made_answers
                 assert (await answer.json())["choices"][0]["message"]["content"] == "Hello"
             session = (await again.service.sessions.get(bench.session["session"])).session
             assert [turn.outcome.value for turn in session.turns] == ["root", "extend"]
-            assert tuple(session.turns[1].recording.ids) == whole
+            assert tuple(session.turns[1].choices[0].recording.ids) == whole
             messages += [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "x"}]
             async with http.post(again.url + path, json={**body, "messages": messages}) as answer:
                 assert answer.status == 200

@@ -24,7 +24,7 @@ async def test_01_tokens_of_a_tool_call_that_the_parser_hides_are_all_recorded(s
     bench = await start_bench(Play(toy_ids(CALL), chunk=chunk))
     chunks = await bench.read(await bench.ask(stream=True, tools=[add_tool], stream_options={"include_usage": True}))
     session = await bench.recorded()
-    assert tuple(session.turns[0].recording.ids) == toy_ids(CALL)
+    assert tuple(session.turns[0].choices[0].recording.ids) == toy_ids(CALL)
     assert chunks[-1].usage.completion_tokens == len(toy_ids(CALL))
     assert "tool_call" not in text_of(chunks)
 
@@ -36,7 +36,7 @@ async def test_04_06_an_aborted_segment_neither_loses_nor_repeats_a_token(start_
     bench = await start_bench(Play(whole, fault=Fault(kind, after)), Play(whole[after:]))
     answer = await bench.ask()
     session = await bench.recorded()
-    assert tuple(session.turns[0].recording.ids) == whole
+    assert tuple(session.turns[0].choices[0].recording.ids) == whole
     assert answer.choices[0].message.content == "Hello"
     assert list(bench.engine.requests[1].ids) == list(bench.engine.requests[0].ids) + list(whole[:after])
 
@@ -46,7 +46,7 @@ async def test_08_39_a_chunk_with_broken_logprobs_is_never_recorded_and_the_agen
     whole = toy_ids("Hello")
     bench = await start_bench(Play(whole, fault=Fault(kind, 2)), Play(whole[2:]))
     answer = await bench.ask()
-    recording = (await bench.recorded()).turns[0].recording
+    recording = (await bench.recorded()).turns[0].choices[0].recording
     assert answer.choices[0].message.content == "Hello"
     assert tuple(recording.ids) == whole
     assert len(recording.logprobs) == len(whole)
@@ -84,7 +84,7 @@ async def test_26_an_answer_that_ends_within_a_character_shows_one_replacement_a
     answer = await bench.ask(max_tokens=5)
     assert answer.choices[0].message.content == "ok\N{REPLACEMENT CHARACTER}"
     assert answer.choices[0].finish_reason == "length"
-    assert tuple((await bench.recorded()).turns[0].recording.ids) == toy_ids("ok\N{GRINNING FACE}")[:5]
+    assert tuple((await bench.recorded()).turns[0].choices[0].recording.ids) == toy_ids("ok\N{GRINNING FACE}")[:5]
 
 
 async def test_30_a_prompt_that_does_not_fit_is_told_in_openai_s_words_and_is_no_turn(start_bench):
@@ -129,7 +129,7 @@ async def test_59_special_tokens_are_recorded_but_not_shown(start_bench, stream)
     answer = await bench.ask(stream=stream)
     text = text_of(await bench.read(answer)) if stream else answer.choices[0].message.content
     assert text == "ab"
-    assert tuple((await bench.recorded()).turns[0].recording.ids) == ids
+    assert tuple((await bench.recorded()).turns[0].choices[0].recording.ids) == ids
 
 
 async def test_68_an_empty_generation_is_no_parent_of_its_repetition(start_bench):
@@ -141,7 +141,7 @@ async def test_68_an_empty_generation_is_no_parent_of_its_repetition(start_bench
     await client.chat.completions.create(**request)
     session = await bench.recorded()
     assert [turn.outcome.value for turn in session.turns] == ["root", "root"]
-    assert session.turns[0].end == session.turns[0].prompt_end == session.turns[1].prompt_end
+    assert session.turns[0].choices[0].end == session.turns[0].prompt_end == session.turns[1].prompt_end
 
 
 async def test_71_72_what_the_agent_asked_and_what_was_used_are_both_recorded_and_logprobs_are_not_rescaled(
@@ -154,7 +154,7 @@ async def test_71_72_what_the_agent_asked_and_what_was_used_are_both_recorded_an
     assert turn["asked"] == {"model": "any", "temperature": 0.0, "top_p": 0.9, "seed": 5}
     assert (turn["used"]["temperature"], turn["used"]["top_p"]) == (0.6, 1.0)
     assert bench.engine.requests[0].temperature == 0.6
-    assert (await bench.recorded()).turns[0].recording.logprobs == [-0.5, -1.25, -2.0]
+    assert (await bench.recorded()).turns[0].choices[0].recording.logprobs == [-0.5, -1.25, -2.0]
     assert [entry.logprob for entry in answer.choices[0].logprobs.content] == [-0.5, -1.25]
 
 
@@ -176,6 +176,6 @@ async def test_a_stop_string_ends_the_answer_even_across_a_cut(start_bench, stop
     answer = await bench.ask(stop=[stop])
     assert answer.choices[0].message.content == "Hello World".split(stop)[0]
     assert answer.choices[0].finish_reason == "stop"
-    recorded = bytes(token - 3 for token in (await bench.recorded()).turns[0].recording.ids).decode()
+    recorded = bytes(token - 3 for token in (await bench.recorded()).turns[0].choices[0].recording.ids).decode()
     assert recorded.endswith(stop)
     assert "Hello World".startswith(recorded)

@@ -10,8 +10,8 @@ Tokens are always ids. An engine never sees text, except in :attr:`Sampling.stop
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -35,6 +35,22 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own end-of-sequence ids; the matched token is part of the output."""
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> number added to its logit."""
+    json_schema: str | None = None
+    """JSON text of the schema that the output must follow."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each position."""
+
+
+FEATURES: dict[str, frozenset[str]] = {
+    "embedded": frozenset(),
+    "scripted": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
+    "sglang": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
+}
+"""Kind of engine -> what it supports of :class:`Sampling` beyond temperature, top-p, top-k, stops and seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,8 @@ class Chunk:
     """On the last chunk: the exact version of every output token since the first, in order and without a gap."""
     finish: Finish | None = None
     """Set on the last chunk only."""
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """``top_logprobs`` of each token, as (token, log-prob), likeliest first; empty if they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,8 @@ class SglangEngine:
         )
 
     def continuable(self, sampling: Sampling) -> bool:
-        """A stop string may straddle a cut, which the engine that continues cannot see; all else can move."""
-        return not sampling.stop
+        """What depends on the output so far cannot move: a stop string that straddles a cut, a grammar, penalties."""
+        return not (sampling.stop or sampling.json_schema or sampling.presence_penalty or sampling.frequency_penalty)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._post("pause_generation", {"mode": mode})
@@ -206,16 +206,25 @@ def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt
         parameters["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
-    return orjson.dumps(
-        {
-            "rid": request_id,
-            "input_ids": list(ids),
-            "sampling_params": parameters,
-            "return_logprob": True,
-            "stream": True,
-            "extra_key": salt,
-        }
-    )
+    if sampling.presence_penalty:
+        parameters["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        parameters["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.logit_bias:
+        parameters["logit_bias"] = {str(token): change for token, change in sampling.logit_bias.items()}
+    if sampling.json_schema is not None:
+        parameters["json_schema"] = sampling.json_schema
+    body: dict[str, Any] = {
+        "rid": request_id,
+        "input_ids": ids if isinstance(ids, list) else list(ids),
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "stream": True,
+        "extra_key": salt,
+    }
+    if sampling.top_logprobs:
+        body["top_logprobs_num"] = sampling.top_logprobs
+    return orjson.dumps(body)
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

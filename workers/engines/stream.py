@@ -65,10 +65,11 @@ class StreamReader:
             raise self._error("an event without meta_info")
         finish = self._finish(meta.get("finish_reason"))
         ids, logprobs = self._new_tokens(event, meta, finish)
+        tops = self._tops(meta.get("output_top_logprobs"), len(ids))
         self.seen += len(ids)
         self.finished = finish is not None
         spans = self._spans(meta.get("weight_versions")) if finish else None
-        return Chunk(ids, logprobs, parse_version(meta.get("weight_version")), spans, finish)
+        return Chunk(ids, logprobs, parse_version(meta.get("weight_version")), spans, finish, tops)
 
     def _parse(self, payload: bytes) -> dict[str, Any]:
         try:
@@ -119,6 +120,20 @@ class StreamReader:
         if not isinstance(value, float | int) or not math.isfinite(value) or not _SENTINEL < value < _ROUNDING:
             raise self._error(f"output token {position} has log-prob {value!r}")
         return min(float(value), 0.0)
+
+    def _tops(self, entries: Any, new: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """The likeliest tokens of each new token; ``entries`` are cumulative or not, as the ids are."""
+        if not entries or not new:
+            return ()
+        if len(entries) not in (new, self.seen + new):
+            raise self._error(f"{len(entries)} top log-probs for {new} new tokens")
+        try:
+            return tuple(
+                tuple((int(entry[1]), min(float(entry[0]), 0.0)) for entry in top)
+                for top in entries[len(entries) - new :]
+            )
+        except (TypeError, ValueError, IndexError):
+            raise self._error(f"top log-probs {str(entries[-1])[:80]}") from None
 
     def _finish(self, reason: Any) -> Finish | None:
         if reason is None:

@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from proxy.answering import Answering
 from proxy.dialects.base import TurnRequest
-from proxy.generation import Generation, Services
+from proxy.generation import Services
 from proxy.meter import BusyMeter, Counters
 from proxy.routes import RouteTable
 from proxy.testing import toy_ids, write_toy_model
@@ -58,8 +59,8 @@ async def start(tmp_path):
         session = Session("s", "run", Policy(model="toy", max_context=400), renderer)
         request = TurnRequest((Message("user", "hi"),))
         placement = session.place(request)
-        turn = session.begin(placement, request, session.decide(placement, request), generation="g", created=1)
-        return Generation(Services(journal, routes, Counters()), session, turn)
+        turn = session.begin(placement, request, session.decide(placement, request), generations=["g"], created=1)
+        return Answering(Services(journal, routes, Counters()), session, turn)
 
     yield begin
     ledger.close()
@@ -67,24 +68,25 @@ async def start(tmp_path):
 
 async def test_tokens_are_shown_only_after_they_are_in_the_journal(start):
     journal = GatedJournal()
-    generation = start(journal)
+    answering = start(journal)
     async with asyncio.timeout(10):
         await journal.asked.wait()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert generation.deltas == []
-    assert not generation.done
+    assert answering.events == []
+    assert not answering.done
     journal.gate.set()
-    await generation.gone()
-    assert "".join(delta.text for delta in generation.deltas) == "ab"
+    await answering.gone()
+    assert "".join(event.delta.text for event in answering.events if event.delta) == "ab"
 
 
 async def test_a_journal_that_fails_ends_the_generation_as_infrastructure_with_nothing_shown(start):
     journal = GatedJournal()
     journal.broken = True
     journal.gate.set()
-    generation = start(journal)
-    await generation.gone()
-    assert generation.deltas == []
-    assert isinstance(generation.error, StorageError)
-    assert (generation.turn.status, generation.turn.infra) == ("failed", True)
+    answering = start(journal)
+    await answering.gone()
+    assert all(event.delta is None for event in answering.events)
+    assert isinstance(answering.error, StorageError)
+    choice = answering.turn.choices[0]
+    assert (choice.status, choice.infra) == ("failed", True)

@@ -1,0 +1,98 @@
+"""One turn's answer in the making: all its choices in one sequence of events that any number of readers follow."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import NamedTuple
+
+from proxy.generation import Generation, Services
+from proxy.trajectory.answer import Delta
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Turn
+
+
+class Event(NamedTuple):
+    """A step of one choice; ``delta`` None: the choice is over."""
+
+    choice: int
+    delta: Delta | None
+
+
+class Answering:
+    """``events`` only grows; every reader keeps its own position in it. Readers attach, and detach when they go.
+
+    ``opening`` is the append of the turn itself, which nothing may overtake.
+    """
+
+    def __init__(
+        self, services: Services, session: Session, turn: Turn, opening: asyncio.Task[None] | None = None
+    ) -> None:
+        self.turn = turn
+        self.events: list[Event] = []
+        self.leaving = False
+        """The last reader went away; it ends as soon as the engines let go."""
+        self._readers = 0
+        self._open = len(turn.choices)
+        self._news = asyncio.Event()
+        self._generations: list[Generation] = []
+        self._generations += [
+            Generation(services, session, turn, choice, partial(self._show, choice.index), opening)
+            for choice in turn.choices
+        ]
+
+    @property
+    def done(self) -> bool:
+        """No choice is open."""
+        return self._open == 0
+
+    @property
+    def error(self) -> Exception | None:
+        """Of the first choice that failed."""
+        return next((g.error for g in self._generations if g.error is not None), None)
+
+    @property
+    def finished(self) -> bool:
+        """Every choice ended by itself."""
+        return all(choice.status == "finished" for choice in self.turn.choices)
+
+    def attach(self) -> None:
+        """A reader comes."""
+        self._readers += 1
+
+    def detach(self) -> None:
+        """A reader goes; without readers the engines are told to stop, what they made stays."""
+        self._readers -= 1
+        if self._readers == 0:
+            self.stop()
+
+    def stop(self) -> None:
+        """Leave the engines; what was generated stays, and the turn can be continued."""
+        self.leaving = self.leaving or not self.done
+        for generation in list(self._generations):
+            generation.stop()
+
+    async def news(self, seen: int, timeout_s: float | None = None) -> bool:
+        """Wait for more than ``seen`` events or the end; False: nothing came in ``timeout_s``."""
+        while len(self.events) <= seen and not self.done:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def gone(self) -> None:
+        """Wait for the end of every owner, however it ends."""
+        for generation in self._generations:
+            await generation.gone()
+
+    def _show(self, choice: int, deltas: list[Delta], done: bool) -> None:
+        self.events += [Event(choice, delta) for delta in deltas]
+        if done:
+            self._open -= 1
+            self.events.append(Event(choice, None))
+            if self.turn.choices[choice].status == "failed":
+                self.stop()  # the answer as a whole has failed
+        self._news.set()
+        self._news = asyncio.Event()
