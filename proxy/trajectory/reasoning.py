@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from proxy.trajectory.detokenizer import overlap
 from storage.errors import ConfigError
@@ -65,12 +65,10 @@ class BlockReasoning:
         self._opening, self._closing = opening, closing
         self._trimmed = "\n" if trim else ""
         self._buffer = ""
-        self._state: Literal["start", "thought", "gap", "answer"] = "thought" if opened else "start"
+        self._state = "thought" if opened else "start"  # then "gap", then "answer"
         self._begun = False
 
     def feed(self, text: str) -> list[str | Reasoning]:
-        if self._state == "answer":
-            return [text] if text else []
         self._buffer += text
         pieces: list[str | Reasoning] = []
         if self._state == "start":
