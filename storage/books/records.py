@@ -315,6 +315,8 @@ class SessionRecord:
     closed: bool = False
     parent: str | None = None
     """The session on whose behalf this one was opened, e.g. that of a sub-agent's agent."""
+    label: str | None = None
+    """What its maker calls it."""
     created: float = field(default_factory=time.time)
     ended: float | None = None
     """When it was closed."""

@@ -47,10 +47,16 @@ class Sessions(Part):
         found = self._sessions(sessions.c.key_hash == key_hash)
         return found[0] if found else None
 
-    def sessions_of(self, run: str, *, open_only: bool = False) -> Sequence[SessionRecord]:
-        """Sessions of a run."""
-        condition = sessions.c.run == run
-        return self._sessions(condition & sessions.c.closed.is_(False) if open_only else condition)
+    def sessions_of(
+        self, run: str, *, open_only: bool = False, after: str = "", limit: int | None = None
+    ) -> Sequence[SessionRecord]:
+        """Sessions of a run by id, at most ``limit`` of those behind ``after``."""
+        condition = (sessions.c.run == run) & (sessions.c.session > after)
+        return self._sessions(condition & sessions.c.closed.is_(False) if open_only else condition, limit)
+
+    def children_of(self, session: str) -> Sequence[SessionRecord]:
+        """Sessions that were opened on behalf of another."""
+        return self._sessions(sessions.c.parent == session)
 
     def close_session(self, session: str) -> None:
         """The session's key is refused from now on; closing twice is allowed."""
@@ -115,9 +121,10 @@ class Sessions(Part):
             turns, forks = connection.execute(query).one()
         return int(turns or 0), int(forks or 0)
 
-    def _sessions(self, condition: sa.ColumnElement[bool]) -> list[SessionRecord]:
+    def _sessions(self, condition: sa.ColumnElement[bool], limit: int | None = None) -> list[SessionRecord]:
+        query = sa.select(sessions).where(condition).order_by(sessions.c.session).limit(limit)
         with self._db.read() as connection:
-            rows = connection.execute(sa.select(sessions).where(condition).order_by(sessions.c.session)).all()
+            rows = connection.execute(query).all()
         return [_session_record(row) for row in rows]
 
 
