@@ -223,9 +223,13 @@ class _Answer:
         assert choice.answer is not None and choice.finish_reason is not None, "it has finished"  # noqa: S101, PT018  # for the type checker
         count = len(choice.recording.ids)
         tokens = self._tokens(choice.index, count) if self._request.logprobs else None
-        return ChoiceAnswer(
-            choice.index, choice.generation, choice.answer, choice.finish_reason, choice.stop_string, count, tokens
-        )
+        ended = (choice.answer, choice.finish_reason, choice.stop_string)
+        return ChoiceAnswer(choice.index, choice.generation, *ended, count, tokens, self._thought(choice.index))
+
+    def _thought(self, choice: int) -> int:
+        """Tokens up to the end of the choice's reasoning."""
+        steps = [event.delta for event in self._answering.events if event.choice == choice and event.delta is not None]
+        return max((delta.tokens for delta in steps if delta.reasoning), default=0)
 
     def _asked_tokens(self, choice: int, until: int) -> Sequence[TokenInfo]:
         return self._tokens(choice, until) if self._request.logprobs else ()

@@ -110,6 +110,8 @@ class ChoiceAnswer:
     completion_tokens: int
     tokens: tuple[TokenInfo, ...] | None = None
     """None: not asked for. In a stream: those not told yet."""
+    reasoning_tokens: int = 0
+    """Of ``completion_tokens``, those up to the end of the reasoning."""
 
 
 class ErrorReply(NamedTuple):

@@ -144,14 +144,13 @@ def entries(tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
 def text_tokens(answer: ChoiceAnswer) -> Sequence[TokenInfo]:
     """Tokens of the answer's text: in this API reasoning and calls have no log-probabilities.
 
-    All tokens if the text cannot be found in theirs (a character spread over tokens, text between calls).
+    All behind the reasoning if the text cannot be found in theirs (a character spread over tokens, text between calls).
     """
     tokens, message = answer.tokens or (), answer.message
     if not message.reasoning and not message.tool_calls:
         return tokens
-    written = "".join(token.text for token in tokens)
-    thought = written.find(message.reasoning)
-    start = written.find(message.content, max(thought, 0) + len(message.reasoning))
+    tokens = tokens[answer.reasoning_tokens :]
+    start = "".join(token.text for token in tokens).find(message.content)
     if start < 0:
         return tokens
     found, position, end = [], 0, start + len(message.content)
@@ -181,6 +180,6 @@ def _usage(head: AnswerHead, answer: ChoiceAnswer) -> dict[str, Any]:
         "input_tokens": head.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": head.prompt_tokens + answer.completion_tokens,
     }

@@ -33,8 +33,8 @@ def read(*items):
     return parse(input=list(items)).messages
 
 
-def answer_of(message, finish="stop", tokens=None):
-    return ChoiceAnswer(0, GENERATION, message, finish, None, 7, tokens)
+def answer_of(message, finish="stop", tokens=None, thought=0):
+    return ChoiceAnswer(0, GENERATION, message, finish, None, 7, tokens, thought)
 
 
 def head_of(request):
@@ -382,7 +382,8 @@ def test_log_probabilities_belong_to_the_text_only():
     tokens = tuple(TokenInfo(each, -0.5, (("z", -1.0),)) for each in written)
     plain = whole(answer_of(Message("assistant", "ab"), tokens=tokens[4:6]), top_logprobs=1)
     message = Message("assistant", "ab", "ab", (ToolCall("add", "{}"),))
-    mixed = whole(answer_of(message, tokens=tokens), top_logprobs=1)
+    mixed = whole(answer_of(message, tokens=tokens, thought=3), top_logprobs=1)
+    assert mixed["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
     expected = [
         {
             **{"token": each, "logprob": -0.5, "bytes": list(each.encode())},
