@@ -38,7 +38,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id -> number added to its logit."""
+    """Token id -> number added to its logit; log-probs are of the distribution that comes of it."""
     json_schema: str | None = None
     """JSON text of the schema that the output must follow."""
     top_logprobs: int = 0
@@ -46,7 +46,7 @@ class Sampling:
 
 
 FEATURES: dict[str, frozenset[str]] = {
-    "embedded": frozenset(),
+    "embedded": frozenset({"logit_bias", "top_logprobs"}),
     "scripted": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
     "sglang": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
 }

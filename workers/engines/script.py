@@ -70,6 +70,11 @@ def hash_play(request: GenerateRequest, vocab_size: int) -> Play:
     return Play(tuple(ids), tuple(logprobs))
 
 
+def top_of(request: GenerateRequest, vocab_size: int, token: int, logprob: float) -> list[tuple[int, float]]:
+    """The likeliest tokens at one position: the sampled one, then its neighbours, each less likely by 1."""
+    return [((token + n) % vocab_size, logprob - n) for n in range(request.top_logprobs)]
+
+
 _PLAYS = TypeAdapter(tuple[Play, ...])
 
 

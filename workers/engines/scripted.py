@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from storage.errors import ConfigError, EngineRejected
-from workers.engines.base import FinishKind, PauseMode
+from workers.engines.base import FEATURES, FinishKind, PauseMode
 from workers.engines.checkpoint import check_headers, read_json, verified_digest
 from workers.engines.flags import parser
-from workers.engines.script import FaultKind, Play, hash_play, load_script
+from workers.engines.script import FaultKind, Play, hash_play, load_script, top_of
 from workers.engines.server import DropConnection, LoadRequest, Server, bind, serve_until_signalled
 from workers.engines.wire import GenerateRequest, Limits, VersionSpans, event, finish_reason
 
@@ -78,7 +78,7 @@ class ScriptedEngine:
         self.url = ""
         self._plays = deque(plays)
         self._respond = respond or (lambda request: hash_play(request, vocab_size))
-        self._limits = Limits(vocab_size, max_context, stop_strings=True)
+        self._limits = Limits(vocab_size, max_context, stop_strings=True, features=FEATURES["scripted"])
         self._delay_s = delay_s
         self._strict_loads = strict_loads
         self._model_path = model_path
@@ -204,6 +204,10 @@ class ScriptedEngine:
             version=last,
             finish=finish,
             spans=spans,
+            tops=[
+                top_of(output.request, self._limits.vocab_size, token, logprob)
+                for token, logprob in zip(output.ids[sent:], output.logprobs[sent:], strict=True)
+            ],
         )
 
     def _aborted(self, output: Output, spans: VersionSpans, kind: FaultKind | None) -> dict[str, Any]:

@@ -6,7 +6,8 @@ Wire facts: SGLang 0.5.23, incremental streaming.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,14 +16,10 @@ import orjson
 from storage.errors import EngineRejected
 
 _NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
     "n": 1,
     "stop_regex": None,
-    "logit_bias": None,
-    "json_schema": None,
     "regex": None,
     "ebnf": None,
     "structural_tag": None,
@@ -56,20 +53,49 @@ class GenerateRequest:
     stream: bool = False
     logprobs: bool = False
     salt: str = ""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: str | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each position."""
+
+    def features(self) -> Iterator[tuple[str, str]]:
+        """(feature of :data:`workers.engines.base.FEATURES`, field of the wire) that the request needs."""
+        if self.json_schema is not None:
+            yield "grammar", "sampling_params.json_schema"
+        if self.presence_penalty:
+            yield "penalties", "sampling_params.presence_penalty"
+        if self.frequency_penalty:
+            yield "penalties", "sampling_params.frequency_penalty"
+        if self.logit_bias:
+            yield "logit_bias", "sampling_params.logit_bias"
+        if self.top_logprobs:
+            yield "top_logprobs", "top_logprobs_num"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine's model can take."""
+    """What an engine and its model can take."""
 
     vocab_size: int
     max_context: int
     stop_strings: bool = False
     """Whether the engine can decode its tokens and so honour ``stop``."""
+    features: frozenset[str] = frozenset()
+    """Of :data:`workers.engines.base.FEATURES`."""
 
     def check(self, request: GenerateRequest) -> None:
         """Raise :class:`EngineRejected` if the model cannot serve ``request``."""
-        for what, ids in (("input_ids", request.ids), ("stop_token_ids", request.stop_token_ids)):
+        for feature, name in request.features():
+            if feature not in self.features:
+                raise EngineRejected(f"{name}: not supported by this engine")
+        every = (
+            ("input_ids", request.ids),
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", request.logit_bias),
+        )
+        for what, ids in every:
             for i in ids:
                 if not 0 <= i < self.vocab_size:
                     raise EngineRejected(f"{what}: id {i} is outside the vocabulary of {self.vocab_size}")
@@ -89,7 +115,7 @@ def parse_generate(raw: bytes, default_rid: str) -> GenerateRequest:
     ids = body.get("input_ids")
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise EngineRejected("input_ids: a non-empty list of token ids is needed (text and batches are not supported)")
-    for name, neutral in (("logprob_start_len", -1), ("top_logprobs_num", 0), ("token_ids_logprob", None)):
+    for name, neutral in (("logprob_start_len", -1), ("token_ids_logprob", None)):
         if body.get(name, neutral) not in (neutral, None):
             raise EngineRejected(f"{name}: only {neutral!r} is supported")
     rid = body.get("rid", default_rid)
@@ -101,6 +127,7 @@ def parse_generate(raw: bytes, default_rid: str) -> GenerateRequest:
         stream=bool(body.get("stream", False)),
         logprobs=bool(body.get("return_logprob", False)),
         salt=f"{body.get('extra_key') or ''}\0{body.get('cache_salt') or ''}",
+        top_logprobs=_integer(body, "top_logprobs_num", 0, 0, where=""),
         **_sampling(body.get("sampling_params") or {}),
     )
 
@@ -136,6 +163,10 @@ def _sampling(parameters: Any) -> dict[str, Any]:
         "seed": _seed(values.pop("sampling_seed", None)),
         "stop": _strings(values.pop("stop", None)),
         "stop_token_ids": frozenset(_ids(values.pop("stop_token_ids", None))),
+        "presence_penalty": _number(values, "presence_penalty", 0.0, -2.0, 2.0),
+        "frequency_penalty": _number(values, "frequency_penalty", 0.0, -2.0, 2.0),
+        "logit_bias": _bias(values.pop("logit_bias", None)),
+        "json_schema": _schema(values.pop("json_schema", None)),
     }
     if result["temperature"] < _GREEDY_BELOW:
         result["temperature"] = 0.0
@@ -159,11 +190,11 @@ def _number(values: dict[str, Any], name: str, default: float, low: float, high:
     return float(value)
 
 
-def _integer(values: dict[str, Any], name: str, default: int, low: int) -> int:
+def _integer(values: dict[str, Any], name: str, default: int, low: int, *, where: str = "sampling_params.") -> int:
     value = values.pop(name, default)
     value = default if value is None else value
     if type(value) is not int or value < low:
-        raise EngineRejected(f"sampling_params.{name}: {value!r} is not an integer of at least {low}")
+        raise EngineRejected(f"{where}{name}: {value!r} is not an integer of at least {low}")
     return value
 
 
@@ -185,6 +216,29 @@ def _ids(value: Any) -> list[int]:
     if not isinstance(values, list) or not all(type(item) is int for item in values):
         raise EngineRejected(f"sampling_params.stop_token_ids: {value!r} is not a list of token ids")
     return values
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """``{"<token id>": change}``; keys are strings, since JSON has no others."""
+    try:
+        bias = {int(token): float(change) for token, change in (value or {}).items()}
+        if not all(math.isfinite(change) for change in bias.values()):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError):
+        raise EngineRejected(f"sampling_params.logit_bias: {value!r} does not map token ids to numbers") from None
+    return bias
+
+
+def _schema(value: Any) -> str | None:
+    """A JSON schema as text, as SGLang takes it."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str) and isinstance(orjson.loads(value), dict):
+            return value
+    except orjson.JSONDecodeError:
+        pass
+    raise EngineRejected(f"sampling_params.json_schema: {value!r} is not the text of a JSON schema")
 
 
 def finish_reason(
@@ -234,8 +288,9 @@ def event(
     spans: VersionSpans | None = None,
     cached_tokens: int = 0,
     retractions: int = 0,
+    tops: Sequence[Sequence[tuple[int, float]]] = (),
 ) -> dict[str, Any]:
-    """One stream event: ``ids`` and ``logprobs`` are new, ``completion_tokens`` counts all so far."""
+    """One stream event: ``ids``, ``logprobs`` and ``tops`` are new, ``completion_tokens`` counts all so far."""
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": finish,
@@ -248,6 +303,8 @@ def event(
     if request.logprobs:
         meta["output_token_logprobs"] = [[value, token, None] for token, value in zip(ids, logprobs, strict=True)]
         meta["output_token_logprobs_length"] = completion_tokens
+    if request.logprobs and request.top_logprobs:
+        meta["output_top_logprobs"] = [[[value, token, None] for token, value in top] for top in tops]
     if finish is not None and spans is not None:
         meta["weight_versions"] = spans.wire()
     return {"output_ids": list(ids), "meta_info": meta}

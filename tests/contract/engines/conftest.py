@@ -77,9 +77,15 @@ ENGINES = {"embedded": _embedded, "scripted": _scripted}
 
 
 @pytest.fixture(params=sorted(ENGINES))
-async def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> AsyncIterator[SglangEngine]:
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of engine under test."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def engine(kind: str, checkpoints: Checkpoints) -> AsyncIterator[SglangEngine]:
     """Each engine in turn, through the adapter; the adapter checks no ids, so that the engine must."""
-    async with ENGINES[request.param](checkpoints) as url:
+    async with ENGINES[kind](checkpoints) as url:
         adapter = SglangEngine(url, deadline_s=20.0, stall_s=20.0)
         yield adapter
         await adapter.close()

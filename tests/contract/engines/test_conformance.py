@@ -13,7 +13,7 @@ import pytest
 
 from storage.errors import EngineRejected
 from storage.weights import folder_digest
-from workers.engines.base import Chunk, PauseMode, Sampling
+from workers.engines.base import FEATURES, Chunk, PauseMode, Sampling
 from workers.engines.sglang import SglangEngine
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -240,8 +240,17 @@ async def test_bad_input_is_refused_and_the_engine_lives(engine: SglangEngine, c
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"json_schema": "{}"}, "json_schema"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "a lot"}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"min_new_tokens": 2}, "min_new_tokens"),
+        ({"json_schema": "no schema"}, "json_schema"),
+        ({"json_schema": {}}, "json_schema"),
+        ({"regex": "a+"}, "regex"),
+        ({"ebnf": "root ::= 'a'"}, "ebnf"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": None}}, "logit_bias"),
+        ({"logit_bias": {"64": 1}}, "logit_bias"),
         ({"n": 2}, "n"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
     ],
@@ -252,6 +261,43 @@ async def test_a_sampling_parameter_that_is_wrong_or_unsupported_is_refused_by_n
     status, body = await post(engine, "generate", {"input_ids": PROMPT, "sampling_params": parameters})
     assert status == 400
     assert named in orjson.loads(body)["error"]["message"]
+
+
+FEATURE_EXAMPLES: list[tuple[str, dict[str, Any]]] = [
+    ("grammar", {"sampling_params": {"json_schema": '{"type": "object"}'}}),
+    ("penalties", {"sampling_params": {"frequency_penalty": 0.5}}),
+    ("penalties", {"sampling_params": {"presence_penalty": -0.5}}),
+    ("logit_bias", {"sampling_params": {"logit_bias": {"5": 1.5}}}),
+    ("top_logprobs", {"top_logprobs_num": 2}),
+]
+
+
+@pytest.mark.parametrize(("feature", "asked"), FEATURE_EXAMPLES)
+async def test_an_engine_takes_the_features_that_it_is_said_to_have_and_refuses_the_others_by_name(
+    engine: SglangEngine, kind: str, feature: str, asked: dict[str, Any]
+) -> None:
+    status, body = await post(engine, "generate", {"input_ids": PROMPT, **asked})
+    name = next(iter(asked.get("sampling_params", asked)))
+    assert status == (200 if feature in FEATURES[kind] else 400)
+    assert (name in str(orjson.loads(body).get("error", ""))) == (status == 400)
+
+
+def test_every_feature_has_an_example() -> None:
+    assert {feature for feature, _ in FEATURE_EXAMPLES} == frozenset().union(*FEATURES.values())
+
+
+@pytest.mark.parametrize("wanted", [1, 5])
+async def test_the_likeliest_tokens_come_with_each_token_in_every_chunk(engine: SglangEngine, wanted: int) -> None:
+    generation = await generate(engine, tokens=30, top_logprobs=wanted).end()
+    assert len(generation.ids) == 30
+    for chunk in generation.chunks:
+        assert len(chunk.tops) == len(chunk.ids)
+        for token, logprob, top in zip(chunk.ids, chunk.logprobs, chunk.tops, strict=True):
+            assert len({token for token, _ in top}) == wanted
+            values = [value for _, value in top]
+            assert values == sorted(values, reverse=True)
+            assert values[0] >= logprob
+            assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
 
 
 @pytest.mark.parametrize("body", [{}, {"input_ids": []}, {"input_ids": ["a"]}, {"text": "hello"}, {"input_ids": [[1]]}])

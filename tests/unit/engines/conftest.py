@@ -84,14 +84,29 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 
 @pytest.fixture(scope="session")
-def reference() -> Callable[[Path, list[int], list[int], float], list[float]]:
+def distributions() -> Callable[..., list[list[float]]]:
+    """``distributions(directory, prompt, output, temperature, bias)``: of one plain forward pass, for each output token
+    the log-probs of the whole vocabulary in front of it."""
+
+    def logprobs(
+        directory: Path, prompt: list[int], output: list[int], temperature: float = 1.0, bias: Any = None
+    ) -> list[list[float]]:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        for token, change in (bias or {}).items():
+            logits[:, token] += change
+        return torch.log_softmax(logits / temperature, -1).tolist()
+
+    return logprobs
+
+
+@pytest.fixture(scope="session")
+def reference(distributions: Callable[..., list[list[float]]]) -> Callable[..., list[float]]:
     """``reference(directory, prompt, output, temperature)``: log-probs of output by one plain forward pass."""
 
     def logprobs(directory: Path, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1] / temperature
-        chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(output).unsqueeze(1))
-        return chosen.squeeze(1).tolist()
+        rows = distributions(directory, prompt, output, temperature)
+        return [row[token] for row, token in zip(rows, output, strict=True)]
 
     return logprobs

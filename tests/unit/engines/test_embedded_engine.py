@@ -21,12 +21,14 @@ from workers.engines.wire import GenerateRequest
 
 MakeModel = Callable[..., Path]
 Reference = Callable[..., list[float]]
+Distributions = Callable[..., list[list[float]]]
 
 
 @dataclass
 class Answer:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     """Version label of the event that brought each token."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -35,6 +37,7 @@ class Answer:
         self.ids += event["output_ids"]
         self.meta = event["meta_info"]
         self.logprobs += [entry[0] for entry in self.meta["output_token_logprobs"]]
+        self.tops += self.meta.get("output_top_logprobs", [])
         self.labels += [self.meta["weight_version"]] * len(event["output_ids"])
 
     @property
@@ -115,6 +118,29 @@ async def test_log_probs_are_temperature_scaled_and_raw_when_greedy(
     assert cold.logprobs == pytest.approx(reference(path, ids, cold.ids, 0.6), abs=1e-4)
     assert greedy.logprobs == pytest.approx(reference(path, ids, greedy.ids), abs=1e-4)
     assert max(greedy.logprobs) <= 0
+
+
+async def test_the_likeliest_tokens_equal_those_of_a_plain_forward_pass(
+    make_model: MakeModel, distributions: Distributions
+) -> None:
+    path, ids, bias = make_model("qwen3"), prompt(9), {3: 2.5, 60: -4.0}
+    asked: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"logit_bias": bias, "temperature": 1.3},
+    ]
+    async with serving(path) as engine:
+        answers = await asyncio.gather(
+            *(ask(engine, request(f"r{n}", ids, top_logprobs=4, **options)) for n, options in enumerate(asked))
+        )
+    for options, answer in zip(asked, answers, strict=True):
+        assert len(answer.tops) == len(answer.ids) == 8
+        plain = distributions(path, ids, answer.ids, options.get("temperature") or 1.0, options.get("logit_bias"))
+        for top, logprobs, token, logprob in zip(answer.tops, plain, answer.ids, answer.logprobs, strict=True):
+            assert logprob == pytest.approx(logprobs[token], abs=1e-4)
+            assert [value for value, _, _ in top] == pytest.approx(sorted(logprobs, reverse=True)[:4], abs=1e-4)
+            assert [value for value, _, _ in top] == pytest.approx([logprobs[at] for _, at, _ in top], abs=1e-4)
 
 
 async def test_a_long_prompt_is_prefilled_in_portions_with_the_same_result(

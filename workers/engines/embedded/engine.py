@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from storage.errors import EngineError, EngineRejected
-from workers.engines.base import PauseMode
+from workers.engines.base import FEATURES, PauseMode
 from workers.engines.embedded.architectures import read_stop_ids
 from workers.engines.embedded.model import Forward, KvRows
 from workers.engines.embedded.scheduler import Capacity, Scheduler
@@ -82,7 +82,8 @@ class EmbeddedEngine:
             log=TokenLog(settings.log_tokens),
             random=Random(settings.seed),  # noqa: S311 - sampling, not secrets
         )
-        engine = cls(settings, weights, scheduler, Limits(config.vocab_size, context, stops.available))
+        limits = Limits(config.vocab_size, context, stops.available, FEATURES["embedded"])
+        engine = cls(settings, weights, scheduler, limits)
         engine._thread.start()
         return engine
 

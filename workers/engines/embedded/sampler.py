@@ -6,8 +6,9 @@ batch mates or on how often the sequence was cut and continued.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,23 @@ class Draw:
     min_p: float
     uniform: float
     """In [0, 1)."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Token -> number added to its logit."""
+    top: int = 0
+    """How many of the likeliest tokens are reported."""
 
     @property
     def filtered(self) -> bool:
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+class Sampled(NamedTuple):
+    """One row's token."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens with their log-probs, likeliest first."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -42,13 +56,16 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 40) / (1 << 24)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """One token and its log-prob for each row of ``logits`` [N, V], float32; ``logits`` is overwritten.
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
+    """One token for each row of ``logits`` [N, V], float32; ``logits`` is overwritten.
 
     Log-probs are of softmax(logits / temperature), of softmax(logits) for greedy rows; top-p, top-k and min-p choose
     the token but do not change its log-prob (SGLang's convention).
     """
     greedy = [index for index, draw in enumerate(draws) if draw.temperature == 0]
+    for index, draw in enumerate(draws):
+        if draw.bias:
+            logits[index, list(draw.bias)] += torch.tensor(list(draw.bias.values()))
     if any(draw.temperature not in (0, 1) for draw in draws):
         logits.div_(torch.tensor([draw.temperature or 1.0 for draw in draws]).unsqueeze(1))
     logits.sub_(logits.amax(-1, keepdim=True))
@@ -61,7 +78,16 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
         if greedy:
             tokens[greedy] = logits[greedy].argmax(-1)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - log_total
-    return tokens.tolist(), logprobs.tolist()
+    tops = [_top(logits[index], log_total[index], draw.top) for index, draw in enumerate(draws)]
+    return [Sampled(*row) for row in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
+
+
+def _top(logits: Tensor, log_total: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` likeliest tokens of one row."""
+    if not count:
+        return ()
+    values, tokens = logits.topk(min(count, len(logits)))
+    return tuple(zip(tokens.tolist(), (values - log_total).tolist(), strict=True))
 
 
 def _invert(weights: Tensor, uniforms: list[float]) -> Tensor:

@@ -259,11 +259,11 @@ class Scheduler:
         self.batch.rows.ensure(self.running, length)
         ids = torch.tensor([[s.ids[-1]] for s in sequences])
         hidden = self._forward(weights, self.batch.rows, 0, ids, torch.tensor(starts), length)
-        tokens, logprobs = sample(self._forward.logits(weights, hidden[:, -1]), [_draw(s) for s in sequences])
+        sampled = sample(self._forward.logits(weights, hidden[:, -1]), [_draw(s) for s in sequences])
         self.generated += len(sequences)
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+        for sequence, (token, logprob, top) in zip(sequences, sampled, strict=True):
             sequence.computed += 1
-            sequence.add(token, logprob, self.version)
+            sequence.add(token, logprob, self.version, top)
         for sequence in sequences:
             kind, matched = self._end(sequence)
             if kind is not None:
@@ -324,4 +324,6 @@ def _draw(sequence: Sequence) -> Draw:
         request.top_k,
         request.min_p,
         uniform(sequence.seed, len(sequence.ids)) if request.temperature else 0.0,
+        request.logit_bias,
+        request.top_logprobs,
     )

@@ -13,6 +13,8 @@ from workers.engines.wire import GenerateRequest, VersionSpans, event, finish_re
 
 Sink = Callable[[dict[str, Any]], None]
 """Takes the events of one request; called on the server's event loop."""
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position, with their log-probs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,7 @@ class Sequence:
     pending_ids: list[int] = field(default_factory=list)
     """Sampled, not sent yet; all under one weight version."""
     pending_logprobs: list[float] = field(default_factory=list)
+    pending_tops: list[Top] = field(default_factory=list)
     spans: VersionSpans = field(default_factory=VersionSpans)
     cached_tokens: int = 0
     retractions: int = 0
@@ -54,10 +57,11 @@ class Sequence:
         """What must stand in the row before the next token can be sampled."""
         return np.array(self.ids[:-1], np.int32)
 
-    def add(self, token: int, logprob: float, version: str) -> None:
+    def add(self, token: int, logprob: float, version: str, top: Top = ()) -> None:
         self.ids.append(token)
         self.pending_ids.append(token)
         self.pending_logprobs.append(logprob)
+        self.pending_tops.append(top)
         self.spans.add(version, 1)
 
     def take_event(
@@ -68,8 +72,8 @@ class Sequence:
         if kind is not None:
             finish = finish_reason(kind, matched=matched, length=self.output_tokens)
             version = self.spans.runs[-1][0] if self.spans.runs else version
-        ids, logprobs = self.pending_ids, self.pending_logprobs
-        self.pending_ids, self.pending_logprobs = [], []
+        ids, logprobs, tops = self.pending_ids, self.pending_logprobs, self.pending_tops
+        self.pending_ids, self.pending_logprobs, self.pending_tops = [], [], []
         return event(
             self.request,
             ids,
@@ -80,4 +84,5 @@ class Sequence:
             spans=self.spans,
             cached_tokens=self.cached_tokens,
             retractions=self.retractions,
+            tops=tops,
         )
