@@ -116,7 +116,7 @@ class AnthropicStream:
 
     def delta(self, choice: int, delta: Delta, tokens: Sequence[TokenInfo]) -> bytes:
         if delta.call is not None:
-            return self._close() + self._call(delta.call)
+            return self._call(delta.call)
         if delta.reasoning:
             start = self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             if self._omitted:

@@ -180,7 +180,11 @@ def _call(block: dict[str, Any], where: str) -> tuple[str, ToolCall]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{where}.input must be an object", param=f"{where}.input")
-    return _string(block, "id", where), ToolCall(_string(block, "name", where), orjson.dumps(arguments).decode())
+    try:
+        written = orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError as error:  # it reads deeper than it writes
+        raise InvalidRequest(f"{where}.input: {error}", param=f"{where}.input") from None
+    return _string(block, "id", where), ToolCall(_string(block, "name", where), written)
 
 
 def _result(block: dict[str, Any], where: str) -> tuple[str, Message]:

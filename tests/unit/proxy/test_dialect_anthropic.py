@@ -5,6 +5,7 @@ Numbers are rows of the case list.
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import anthropic
@@ -453,6 +454,46 @@ def test_76_a_count_needs_no_limit_and_reads_the_same_prompt():
     assert counted.messages == (Message("system", "S"), Message("user", "hi"), Message("assistant", "yes"))
     assert counted.tools == (CHAT_ADD,)
     assert MessageTokensCount.model_validate_json(DIALECT.count(21)).input_tokens == 21
+
+
+KEYS = ["type", "text", "role", "content", "name", "input", "id", "input_schema", "edits", "format", "schema"]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.floats(0, 2)
+    | st.sampled_from(["", "a", "user", "text", "any"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image"])},
+    optional={name: JSON for name in ("text", "thinking", "id", "name", "input", "tool_use_id", "content", "is_error")},
+)
+ENTRIES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": st.lists(BLOCKS, max_size=3) | JSON}
+)
+FIELDS = [
+    *("system", "tools", "tool_choice", "model", "max_tokens", "temperature", "top_k", "stop_sequences", "thinking"),
+    *("output_config", "context_management", "stream", "metadata", "mcp_servers", "diagnostics", "speed", "unknown"),
+]
+
+
+@given(st.lists(ENTRIES, max_size=3) | JSON, st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3))
+def test_any_request_is_understood_or_refused(entries, more):
+    body = json.dumps({"max_tokens": 9, "messages": entries, **more}).encode()
+    for read in (DIALECT.parse, DIALECT.parse_count):
+        with contextlib.suppress(errors.RequestError):
+            assert read(body).messages
+
+
+def test_arguments_nested_deeper_than_can_be_written_are_refused():
+    deep: dict[str, object] = {}
+    for _ in range(300):
+        deep = {"a": deep}
+    with pytest.raises(errors.InvalidRequest, match=r"messages\.1\.content\.0\.input"):
+        messages(HI, assistant(called("x", **deep)), HI)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------

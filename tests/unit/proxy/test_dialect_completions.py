@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -154,6 +155,23 @@ def test_wrong_values_are_refused_by_name(name, value):
     with pytest.raises(errors.InvalidRequest) as failure:
         parse(**{name: value})
     assert failure.value.param == name
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 7) | st.floats(0, 2) | st.sampled_from(["", "a", "5"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["5", "a", "include_usage"]), inner),
+    max_leaves=6,
+)
+FIELDS = [
+    *("max_tokens", "temperature", "logit_bias", "seed", "stop", "n", "best_of", "stream", "stream_options"),
+    *("logprobs", "echo", "suffix", "user", "unknown"),
+]
+
+
+@given(JSON, st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3))
+def test_any_request_is_understood_or_refused(prompt, more):
+    with contextlib.suppress(errors.RequestError):
+        assert parse(prompt=prompt, **more).prompt
 
 
 def test_a_whole_answer_of_two_choices():
