@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 import sqlalchemy as sa
 
-from storage.books.database import BUSY_TIMEOUT_S, Durability
+from storage.databases import BUSY_TIMEOUT_S, Durability
 from storage.errors import ConfigError, StorageError
 from storage.group_commit import GroupCommit
 

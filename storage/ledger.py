@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from storage.books.balance import Balance
 from storage.books.batches import Batches
-from storage.books.database import Database, Durability
+from storage.books.database import Database
 from storage.books.groups import Groups
 from storage.books.records import (
     TRAIN,
@@ -28,9 +28,11 @@ from storage.books.records import (
     GroupRows,
     Interval,
     ManifestRef,
+    ProxyRecord,
     ReleasedSample,
     RewoundStep,
     Route,
+    RouteTable,
     RunInfo,
     SampleClaim,
     SampleKey,
@@ -40,9 +42,11 @@ from storage.books.records import (
     State,
     StepRecord,
 )
+from storage.books.routes import Routes
 from storage.books.runs import Runs
 from storage.books.samples import Samples
 from storage.books.sessions import Sessions
+from storage.databases import Durability
 
 __all__ = [
     "TRAIN",
@@ -58,9 +62,11 @@ __all__ = [
     "Interval",
     "Ledger",
     "ManifestRef",
+    "ProxyRecord",
     "ReleasedSample",
     "RewoundStep",
     "Route",
+    "RouteTable",
     "RunInfo",
     "SampleClaim",
     "SampleKey",
@@ -72,12 +78,14 @@ __all__ = [
 ]
 
 
-class Ledger(Runs, Samples, Groups, Batches, Sessions, Balance):
+class Ledger(Runs, Samples, Groups, Batches, Sessions, Routes, Balance):
     """All parts of the ledger over one database.
 
     Args:
-        url: SQLAlchemy URL, e.g. ``sqlite:////var/lib/seamlessflow/ledger.db``; several processes may open it.
-        durability: what a commit survives, ``"process"`` (any crash of ours) or ``"power"`` (a power cut too).
+        url: e.g. ``sqlite:////var/lib/seamlessflow/ledger.db`` for the processes of one host, or
+            ``postgresql://user:password@host/database`` for those of several.
+        durability: what a commit survives, ``"process"`` (any crash of ours) or ``"power"`` (a power cut too). On
+            PostgreSQL it is always the second.
     """
 
     def __init__(self, url: str, *, durability: Durability = "process") -> None:

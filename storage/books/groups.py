@@ -26,6 +26,7 @@ from storage.books.records import (
 from storage.books.runs import in_stream, lock_run, stream_row
 from storage.books.samples import get_sample, require, row_of, set_sample
 from storage.books.schema import groups, samples, sessions, streams
+from storage.books.sessions import close_sessions
 from storage.errors import FencedError, IntegrityError, RewardError
 
 EVALUATION = "evaluation"
@@ -155,7 +156,7 @@ class Groups(Part):
         with self._db.write() as connection:
             lock_run(connection, run)
             connection.execute(streams.update().where(streams.c.run == run).values(paused=True))
-            connection.execute(sessions.update().where(sessions.c.run == run).values(closed=True))
+            close_sessions(connection, sessions.c.run == run)
             grouped = (groups.c.run == run) & (groups.c.state == State.GROUPED)
             connection.execute(groups.update().where(grouped).values(end))
             mine = samples.update().where(samples.c.run == run, samples.c.state.in_(waiting))

@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.books.database import Part, upsert
+from storage.books.database import Part, insert_new, upsert
 from storage.books.records import Admission, AuditEntry, Interval, RunInfo, StepRecord
 from storage.books.schema import audit, intervals, runs, samples, steps, streams
 from storage.errors import ConfigError, FencedError, NotFoundError
@@ -28,11 +28,10 @@ class Runs(Part):
             ConfigError: the run exists with another spec.
         """
         with self._db.write() as connection:
-            found = connection.scalar(sa.select(runs.c.spec_digest).where(runs.c.run == run))
-            if found is None:
-                row = {"run": run, "spec": dict(spec), "spec_digest": spec_digest, "created": time.time()}
-                connection.execute(runs.insert().values(**row, state="created", stopped=None, lineage=0))
-            elif found != spec_digest:
+            row = {"run": run, "spec": dict(spec), "spec_digest": spec_digest, "created": time.time()}
+            insert_new(connection, runs, ("run",), {**row, "state": "created", "stopped": None, "lineage": 0})
+            found = connection.scalar(sa.select(runs.c.spec_digest).where(runs.c.run == run)) or ""
+            if found != spec_digest:
                 raise ConfigError(
                     f"run {run!r} exists with another run file (digest {found[:12]}, not {spec_digest[:12]}): "
                     "give the changed run another name"

@@ -33,7 +33,11 @@ _QUEUED = (
     .limit(sa.bindparam("limit"))
 )
 _SESSION = sa.select(sessions.c.session).where(_matches(sessions, *_KEY, "attempt")).limit(1)
-_CLOSE = sessions.update().where(_matches(sessions, *_KEY, "attempt")).values(closed=True)
+_CLOSE = (
+    sessions.update()
+    .where(_matches(sessions, *_KEY, "attempt"), sessions.c.closed.is_(False))
+    .values(closed=True, ended=sa.bindparam("now"))
+)
 _CAUSE = sa.select(attempts.c.cause).where(_matches(attempts, *_KEY, "attempt"))
 
 
@@ -187,7 +191,7 @@ def _at(key: SampleKey, attempt: int | None = None) -> dict[str, Any]:
 
 
 def _close_sessions(connection: sa.Connection, key: SampleKey, attempt: int) -> None:
-    connection.execute(_CLOSE, _at(key, attempt))
+    connection.execute(_CLOSE, {**_at(key, attempt), "now": time.time()})
 
 
 def _start_queued(connection: sa.Connection, run: str, stream: str, worker: str, limit: int) -> list[SampleClaim]:

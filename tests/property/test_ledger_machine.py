@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import tempfile
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+from postgres import PostgresServer
 
 from storage.books.records import TERMINAL
 from storage.errors import FencedError, NotFoundError
@@ -29,11 +39,10 @@ class LedgerMachine(RuleBasedStateMachine):
     claims = Bundle("claims")
     batches = Bundle("batches")
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.url = f"sqlite:///{Path(self.folder.name)}/ledger.db"
-        self.ledger = Ledger(self.url)
+        self.url = url
+        self.ledger = Ledger(url)
         self.ended: dict[SampleKey, SampleRow] = {}
         self.step_of_session: dict[str, int] = {}
         self.lineage = 0
@@ -41,7 +50,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.ledger.close()
-        self.folder.cleanup()
 
     @initialize(rounds=st.integers(0, 3))
     def create(self, rounds: int) -> None:
@@ -214,7 +222,13 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.step_of_session[str(row.session)] == row.step
 
 
-LedgerMachine.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestLedgerMachine = LedgerMachine.TestCase
+SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_the_books_balance_on_sqlite(tmp_path: Path) -> None:
+    names = itertools.count()
+    run_state_machine_as_test(lambda: LedgerMachine(f"sqlite:///{tmp_path}/{next(names)}.db"), settings=SETTINGS)
+
+
+def test_the_books_balance_on_postgresql(postgres: PostgresServer) -> None:
+    run_state_machine_as_test(lambda: LedgerMachine(postgres.database()), settings=SETTINGS)

@@ -1,4 +1,4 @@
-"""A ledger with one run, and a player that moves samples through it."""
+"""A ledger with one run, on each kind of database, and a player that moves samples through it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from postgres import PostgresServer
 
 from storage.ledger import TRAIN, BatchClaim, Ledger, SampleClaim, SessionRecord
 
@@ -89,9 +90,21 @@ def session(claim: SampleClaim) -> str:
     return f"s-{claim.key.stream}-{claim.key.ordinal}-{claim.key.sample}-{claim.attempt}"
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of an empty database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/test.db"
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    url = server.database()
+    yield url
+    server.drop(url)
+
+
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(f"sqlite:///{tmp_path}/ledger.db")
+def ledger(database_url: str) -> Iterator[Ledger]:
+    ledger = Ledger(database_url)
     ledger.create_run(RUN, {"run": RUN}, "digest")
     yield ledger
     ledger.close()

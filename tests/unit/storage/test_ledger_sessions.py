@@ -1,80 +1,124 @@
-"""Routes and sessions, which outlive the proxy; metrics, intervals and human commands."""
+"""Sessions, which outlive their proxy; metrics, intervals and human commands."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, FencedError, NotFoundError
-from storage.ledger import Interval, Ledger, Route, SessionRecord
+from storage.errors import ConfigError, FencedError, NotFoundError, RewardError
+from storage.ledger import Interval, Ledger, SessionRecord
 
 RUN = "demo"
-ROUTE = Route("lease/a/1", RUN, "a", "http://127.0.0.1:1", "embedded", 1, 0, "open")
-
-
-def test_a_route_is_there_after_a_restart(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/ledger.db"
-    first = Ledger(url)
-    first.put_route(ROUTE)
-    first.close()
-    second = Ledger(url)
-    assert second.routes() == [ROUTE]
-    second.close()
-
-
-def test_a_route_of_an_older_epoch_of_its_node_is_refused_also_after_deletion(ledger: Ledger) -> None:
-    newer = replace(ROUTE, lease="lease/b/2", epoch=2)
-    ledger.put_route(ROUTE)
-    ledger.put_route(newer)
-    assert ledger.routes() == [newer]
-    with pytest.raises(FencedError, match="epoch 2"):
-        ledger.put_route(ROUTE)
-    ledger.delete_route(newer.lease, 2)
-    with pytest.raises(FencedError, match="epoch 2"):
-        ledger.put_route(ROUTE)
-    assert ledger.routes() == []
-
-
-def test_a_route_changes_version_and_state_within_its_epoch(ledger: Ledger) -> None:
-    ledger.put_route(ROUTE)
-    held = replace(ROUTE, state="held", version=3)
-    ledger.put_route(held)
-    assert ledger.routes() == [held]
-    with pytest.raises(ConfigError, match="'ajar'"):
-        ledger.put_route(replace(ROUTE, state="ajar"))
-
-
-def test_a_late_deletion_leaves_the_newer_route(ledger: Ledger) -> None:
-    ledger.put_route(replace(ROUTE, epoch=2))
-    with pytest.raises(FencedError, match="epoch 2"):
-        ledger.delete_route(ROUTE.lease, 1)
-    assert len(ledger.routes()) == 1
-    ledger.delete_route("never-there", 1)
+REMOTE = SessionRecord("s-remote", "hash", RUN, None, 1, {"temperature": 0.5}, parent="s-parent", created=5.0)
 
 
 def test_a_session_is_found_by_the_hash_of_its_key(ledger: Ledger, player: Any) -> None:
     player.admit(1)
     (claim, _) = player.claim(2)
     record = ledger.session_by_key_hash("hash-s-train-0-0-1")
-    assert record == SessionRecord("s-train-0-0-1", "hash-s-train-0-0-1", RUN, claim.key, 1)
+    assert record is not None
+    expected = SessionRecord("s-train-0-0-1", "hash-s-train-0-0-1", RUN, claim.key, 1, created=record.created)
+    assert record == expected
     assert ledger.session_by_key_hash("unknown") is None
     with pytest.raises(NotFoundError, match="'unknown'"):
         ledger.session("unknown")
 
 
-def test_a_session_without_a_sample_keeps_its_policy(ledger: Ledger) -> None:
-    record = SessionRecord("s-remote", "hash", RUN, None, 1, {"temperature": 0.5})
-    ledger.put_session(record)
-    ledger.put_session(record)
-    assert ledger.session("s-remote") == record
+def test_a_session_without_a_sample_keeps_what_it_was_entered_with(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE)
+    ledger.put_session(REMOTE)
+    assert ledger.session("s-remote") == REMOTE
     with pytest.raises(FencedError, match="another key"):
-        ledger.put_session(replace(record, key_hash="other"))
+        ledger.put_session(replace(REMOTE, key_hash="other"))
+
+
+def test_a_session_ends_once(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE)
     ledger.close_session("s-remote")
+    closed = ledger.session("s-remote")
+    assert closed.closed
+    assert closed.ended is not None
     ledger.close_session("s-remote")
-    assert ledger.session("s-remote").closed
+    assert ledger.session("s-remote") == closed
+
+
+def test_sessions_entered_together_are_entered_all_or_none(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE)
+    with pytest.raises(FencedError, match="another key"):
+        ledger.put_session(SessionRecord("s-new", "new", RUN, None, 0), replace(REMOTE, key_hash="other"))
+    with pytest.raises(NotFoundError):
+        ledger.session("s-new")
+
+
+def test_a_session_is_taken_over_by_who_knows_its_owner(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE)
+    ledger.own_session("s-remote", "proxy-1", None)
+    ledger.own_session("s-remote", "proxy-1", None)
+    with pytest.raises(FencedError, match="'proxy-1'"):
+        ledger.own_session("s-remote", "proxy-2", None)
+    ledger.own_session("s-remote", "proxy-2", "proxy-1")
+    with pytest.raises(FencedError, match="'proxy-2'"):
+        ledger.own_session("s-remote", "proxy-3", "proxy-1")
+    assert ledger.session("s-remote").proxy == "proxy-2"
+    with pytest.raises(NotFoundError):
+        ledger.own_session("unknown", "proxy-1", None)
+
+
+def test_the_first_reward_of_a_session_outside_the_queue_stands(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE)
+    ledger.reward_session("s-remote", 0.5)
+    ledger.reward_session("s-remote", 0.5)
+    for other in ((0.25, None), (None, "reward_error")):
+        with pytest.raises(FencedError, match="already"):
+            ledger.reward_session("s-remote", *other)
+    assert (ledger.session("s-remote").reward, ledger.session("s-remote").reward_cause) == (0.5, None)
+
+
+def test_a_missing_reward_has_a_cause_and_is_no_zero(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE)
+    for wrong in (None, float("nan"), float("inf")):
+        with pytest.raises(RewardError):
+            ledger.reward_session("s-remote", wrong)
+    ledger.reward_session("s-remote", None, "reward_error")
+    ledger.reward_session("s-remote", None, "reward_error")
+    with pytest.raises(FencedError, match="already"):
+        ledger.reward_session("s-remote", 0.0)
+    assert (ledger.session("s-remote").reward, ledger.session("s-remote").reward_cause) == (None, "reward_error")
+
+
+def test_a_session_of_a_sample_takes_no_reward_of_its_own(ledger: Ledger, player: Any) -> None:
+    player.admit(1)
+    player.claim(1)
+    with pytest.raises(FencedError, match="score the sample"):
+        ledger.reward_session("s-train-0-0-1", 1.0)
+    with pytest.raises(NotFoundError):
+        ledger.reward_session("unknown", 1.0)
+
+
+def test_turns_of_a_run_are_those_last_noted_of_its_sessions(ledger: Ledger) -> None:
+    ledger.put_session(
+        REMOTE, SessionRecord("s-2", "hash-2", RUN, None, 0), SessionRecord("s-3", "h3", "other", None, 0)
+    )
+    assert ledger.turns_of(RUN) == (0, 0)
+    ledger.count_turns("s-remote", 2, 1)
+    ledger.count_turns("s-remote", 3, 1)
+    ledger.count_turns("s-2", 4, 0)
+    ledger.count_turns("s-3", 9, 9)
+    assert ledger.turns_of(RUN) == (7, 1)
+
+
+def test_text_that_no_database_holds_is_kept_readable(ledger: Ledger, player: Any) -> None:
+    player.admit(1, per_task=1)
+    (claim,) = player.claim(1)
+    ledger.fail_sample(claim.key, 1, "agent_error", "bell\0\ud800 ü", retry=False, max_attempts=1)
+    assert ledger.sample(claim.key).detail == "bell\N{SYMBOL FOR NULL}? ü"
+    ledger.record_step(RUN, 0, 0, {"loss": float("nan"), "text": "\0\ud800"})
+    ((metrics),) = [step.metrics for step in ledger.steps(RUN)]
+    assert math.isnan(metrics["loss"])
+    assert metrics["text"] == "\0\ud800"
 
 
 def test_metrics_of_a_step_are_replaced_not_doubled(ledger: Ledger) -> None:
