@@ -87,7 +87,7 @@ class AnthropicDialect:
         for index, call in enumerate(message.tool_calls):
             # As the model wrote it: a parser has made sure that it is an object.
             content.append({**_tool_use(head, call, index), "input": orjson.Fragment(call.arguments.strip() or "{}")})
-        return orjson.dumps(_message(head, content, _stop(choice), choice.completion_tokens))
+        return orjson.dumps(_message(head, content, _stop(choice), _output_usage(choice)))
 
     def stream(self, head: AnswerHead) -> AnthropicStream:
         return AnthropicStream(head)
@@ -128,8 +128,7 @@ class AnthropicStream:
         return b""
 
     def finish(self, answer: ChoiceAnswer) -> bytes:
-        usage = {"output_tokens": answer.completion_tokens}
-        return self._close() + _event("message_delta", delta=_stop(answer), usage=usage)
+        return self._close() + _event("message_delta", delta=_stop(answer), usage=_output_usage(answer))
 
     def closing(self) -> bytes:
         return _event("message_stop")
@@ -243,7 +242,7 @@ def _schema(value: Any) -> dict[str, Any] | None:
 
 
 def _message(
-    head: AnswerHead, content: list[dict[str, Any]], stop: dict[str, str | None], output_tokens: int
+    head: AnswerHead, content: list[dict[str, Any]], stop: dict[str, str | None], output: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "id": f"msg_{head.id}",
@@ -256,7 +255,7 @@ def _message(
             "input_tokens": head.prompt_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
-            "output_tokens": output_tokens,
+            **output,
         },
     }
 
@@ -266,6 +265,11 @@ def _stop(choice: ChoiceAnswer) -> dict[str, str | None]:
     if choice.finish_reason == "stop" and choice.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
     return {"stop_reason": _STOP_REASONS[choice.finish_reason], "stop_sequence": None}
+
+
+def _output_usage(choice: ChoiceAnswer) -> dict[str, Any]:
+    details = {"output_tokens_details": {"thinking_tokens": choice.reasoning_tokens}} if choice.reasoning_tokens else {}
+    return {"output_tokens": choice.completion_tokens, **details}
 
 
 def _tool_use(head: AnswerHead, call: ToolCall, index: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Numbers are rows of the case list.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 
 import anthropic
@@ -525,6 +526,15 @@ def test_a_whole_answer():
             "output_tokens": 6,
         },
     }
+
+
+def test_thinking_tokens_are_told_in_both_modes():
+    answer = dataclasses.replace(answer_of([Delta(reasoning="Sum")]), reasoning_tokens=4)
+    writer = DIALECT.stream(head())
+    data = writer.opening() + writer.delta(0, Delta(reasoning="Sum"), ()) + writer.finish(answer) + writer.closing()
+    whole = anthropic.types.Message.model_validate_json(DIALECT.answer(head(), [answer]))
+    for message in (whole, read_by_client(data)):
+        assert (message.usage.output_tokens, message.usage.output_tokens_details.thinking_tokens) == (6, 4)
 
 
 def test_numbers_in_arguments_are_the_model_s_own_digits():
