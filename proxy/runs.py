@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from storage.ledger import TRAIN, Ledger, SampleKey
 from workers.engines.base import FEATURES
 from workflows.spec import RunSpec
 
+EXPIRY_SLACK_S = 60.0
+"""Beyond an agent's time limit and one hold: whoever runs the agent ends its session before the proxy does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -24,8 +28,12 @@ class Run:
     renderer: Renderer
 
     def policy(self, key: SampleKey | None = None) -> Policy:
-        """What a session may do: training sessions sample as the run says, whatever the agent asks for."""
+        """What a session may do: training sessions sample as the run says, whatever the agent asks for.
+
+        One that is of a sample (``key``) expires, counted from now.
+        """
         spec = self.spec
+        time_s = spec.agent.time_limit_s + spec.pipeline.hold_limit_s + EXPIRY_SLACK_S
         greedy_or_not = spec.sampling.temperature
         if key is not None and key.stream != TRAIN:
             greedy_or_not = spec.evaluation.temperature
@@ -38,6 +46,8 @@ class Run:
             top_k=-1,
             seed=None if key is None else derive_seed(spec.seed, key.stream, key.ordinal, key.sample),
             max_turns=spec.agent.max_turns,
+            max_session_tokens=spec.agent.max_session_tokens,
+            expires=None if key is None else time.time() + time_s,
             hold_limit_s=spec.pipeline.hold_limit_s,
             tool_parser=spec.model.tool_parser,
             tool_open=spec.model.tool_open,

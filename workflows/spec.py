@@ -62,6 +62,8 @@ class AgentSpec(Spec):
     """``python``: ``package.module:function``. ``command``: a command line, run without a shell."""
     max_turns: int = Field(default=16, ge=1)
     """Requests a session may send before it is refused."""
+    max_session_tokens: int | None = Field(default=None, ge=16)
+    """Tokens that all prompts and answers of a session may hold, what they share counted once; None: no such limit."""
     time_limit_s: float = Field(default=120.0, gt=0)
     """A session that runs longer ends as ``failed(agent_timeout)``."""
     max_attempts: int = Field(default=3, ge=1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from proxy.dialects.base import TurnRequest
-from storage.errors import ContextLengthExceeded, LimitReached, UnsupportedParameter
+from storage.errors import ContextLengthExceeded, InvalidRequest, LimitReached, UnsupportedParameter
+
+_TOKENS_KEY = " (agent.max_session_tokens)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,27 @@ class Policy:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Policy:
         return cls(**{**data, "engine_features": tuple(data.get("engine_features", ()))})
+
+    def tightened(self, limits: Limits, now: float) -> Policy:
+        """With narrower limits from ``now`` on. Raises InvalidRequest for one that is wider than it was."""
+        end = None if limits.time_limit_s is None else now + limits.time_limit_s
+        changes = {"max_turns": limits.max_turns, "max_session_tokens": limits.max_session_tokens, "expires": end}
+        given = {name: value for name, value in changes.items() if value is not None}
+        for name, value in given.items():
+            bound = getattr(self, name)
+            if bound is not None and value > bound:
+                param = "time_limit_s" if name == "expires" else name
+                raise InvalidRequest(f"{param} may only narrow what is in force: {name} {bound}", param=param)
+        return replace(self, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What whoever opens a session lets it use up. None: as much as the run (or the parent session) does."""
+
+    max_turns: int | None = None
+    max_session_tokens: int | None = None
+    time_limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +125,17 @@ def asked(request: TurnRequest) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def decide(policy: Policy, request: TurnRequest, turn: int, prompt_tokens: int) -> Used:
-    """The sampling of one turn.
+def decide(
+    policy: Policy, request: TurnRequest, turn: int, prompt_tokens: int, session_tokens: int | None = None
+) -> Used:
+    """The sampling of one turn, whose every choice may have at most ``session_tokens`` of what the session has left.
 
-    Raises ContextLengthExceeded if the prompt leaves no room for a token, UnsupportedParameter for what the run's
-    engines cannot do.
+    Raises ContextLengthExceeded if the prompt leaves no room for a token, LimitReached if the session's limit does,
+    UnsupportedParameter for what the run's engines cannot do.
     """
     _check_features(policy, request)
+    if session_tokens is not None and session_tokens < 1:
+        raise LimitReached(f"the prompt leaves none of the session's {policy.max_session_tokens} tokens{_TOKENS_KEY}")
     room = policy.max_context - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
@@ -118,7 +145,7 @@ def decide(policy: Policy, request: TurnRequest, turn: int, prompt_tokens: int) 
             tokens=prompt_tokens,
             limit=policy.max_context,
         )
-    limits = [limit for limit in (request.max_tokens, policy.max_tokens, room) if limit is not None]
+    limits = [limit for limit in (request.max_tokens, policy.max_tokens, room, session_tokens) if limit is not None]
     return Used(
         max_new_tokens=min(limits),
         temperature=_first(policy.temperature, request.temperature, 1.0),
@@ -139,9 +166,9 @@ def check_limits(policy: Policy, *, turns: int, tokens: int, now: float) -> None
     if policy.max_turns is not None and turns >= policy.max_turns:
         raise LimitReached(f"the session has used its {policy.max_turns} turns (agent.max_turns)")
     if policy.max_session_tokens is not None and tokens >= policy.max_session_tokens:
-        raise LimitReached(f"the session has used {tokens} of its {policy.max_session_tokens} tokens")
+        raise LimitReached(f"the session has used {tokens} of its {policy.max_session_tokens} tokens{_TOKENS_KEY}")
     if policy.expires is not None and now >= policy.expires:
-        raise LimitReached("the session's time is over")
+        raise LimitReached("the session's time is over (agent.time_limit_s)")
 
 
 def _check_features(policy: Policy, request: TurnRequest) -> None:

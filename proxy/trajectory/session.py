@@ -79,7 +79,11 @@ class Session:
 
     def decide(self, placement: Placement, request: TurnRequest) -> Used:
         """Sampling in force for the turn that ``placement`` would become."""
-        return decide(self.policy, request, len(self.turns), self.prompt_length(placement))
+        left = self.policy.max_session_tokens
+        if left is not None:
+            new = len(placement.ids) - self.tree.matched(placement.ids, placement.base)
+            left = (left - self.tree.size - new) // request.n
+        return decide(self.policy, request, len(self.turns), self.prompt_length(placement), left)
 
     def prompt_length(self, placement: Placement) -> int:
         """Tokens of the whole prompt."""

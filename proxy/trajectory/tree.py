@@ -78,6 +78,10 @@ class Tree:
             at = self._add(Span(at, "prompt", np.ascontiguousarray(ids[matched:], np.int32)))
         return at, matched
 
+    def matched(self, ids: Ids, after: int) -> int:
+        """How many tokens of a prompt below ``after`` are stored already."""
+        return self._match(ids, after, through_completions=True)[3]
+
     def append_completion(
         self, after: int, generation: str, ids: Ids, logprobs: Floats, versions: Ids, *, passable: bool
     ) -> int:
