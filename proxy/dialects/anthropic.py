@@ -110,9 +110,8 @@ class AnthropicStream:
         self._calls = 0
 
     def opening(self) -> bytes:
-        return _event(
-            "message_start", message=_message(self._head, [], {"stop_reason": None, "stop_sequence": None}, 0)
-        )
+        nothing_yet: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=_message(self._head, [], nothing_yet, {"output_tokens": 0}))
 
     def delta(self, choice: int, delta: Delta, tokens: Sequence[TokenInfo]) -> bytes:
         if delta.call is not None:
