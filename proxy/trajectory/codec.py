@@ -63,7 +63,8 @@ class Codec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: index for index, token in added.items() if token.special}
+        self.special = {token.content: index for index, token in added.items() if token.special}
+        """Text -> id of the special tokens."""
         self.cuts = _cuts(added.values(), template)
         """Special tokens at which a text is cut into segments."""
         self._cut_ids = {mark: np.asarray([tokenizer.token_to_id(mark)], np.int32) for mark in self.cuts}
@@ -94,6 +95,11 @@ class Codec:
                 parts.append(found[key])
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that is ``text``."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def plain(self, text: str) -> Ids:
         """:meth:`encode` without the cache."""
         return self._encode([text])[0]
@@ -108,10 +114,10 @@ class Codec:
 
     def decoder(self, marks: Collection[str]) -> tuple[Decode, tuple[str, ...]]:
         """(:meth:`decode` that shows ``marks``, those of them that are special tokens)."""
-        kept = tuple(mark for mark in dict.fromkeys(marks) if mark in self._special)
+        kept = tuple(mark for mark in dict.fromkeys(marks) if mark in self.special)
         if not kept:
             return self.decode, ()
-        dropped = {index for text, index in self._special.items() if text not in kept}
+        dropped = {index for text, index in self.special.items() if text not in kept}
         return lambda ids: self.raw_text([token for token in ids if token not in dropped]), kept
 
     def _segments(self, text: str) -> tuple[list[str], list[str]]:

@@ -15,11 +15,15 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from storage.errors import ConfigError, InvalidRequest
+
+_THINKING = ("enable_thinking", "thinking")
+"""Names under which templates ask whether the model shall reason."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -69,6 +73,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from None
         self._special_tokens = special_tokens
+        self.takes_thinking = not jinja2.meta.find_undeclared_variables(environment.parse(source)).isdisjoint(_THINKING)
+        """Whether the template asks if the model shall reason."""
 
     def render(
         self,
@@ -78,14 +84,19 @@ class ChatTemplate:
         prompt: bool,
         thinking: bool | None = None,
     ) -> str:
-        """The text of ``messages``; ``prompt`` adds the start of the assistant's turn.
+        """The text of ``messages``; ``prompt`` adds the start of the assistant's turn; ``thinking`` None: not said.
 
         Raises :class:`InvalidRequest` with the template's own words when it refuses the messages.
         """
-        variables = {} if thinking is None else {"enable_thinking": thinking}
+        variables = {} if thinking is None else dict.fromkeys(_THINKING, thinking)
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=prompt, **variables, **self._special_tokens
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **variables,
+                **self._special_tokens,
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(

@@ -6,8 +6,8 @@ import re
 
 from proxy.trajectory.toolcalls_base import Block, BlockParser, Malformed, Tools, Undecided, skip_space
 
-_ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001  # the model's own characters
-_ONE, _SEPARATOR, _ONE_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+_ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_ONE, _SEPARATOR, _ONE_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _HEAD = re.compile(r"[^<\n]*")
 _FENCED = re.compile(r"[ \t]*([^\s`]+)[ \t]*\n\s*```(?:json)?\s*")
 _FENCE = "```"
