@@ -33,6 +33,7 @@ class Run:
         One that is of a sample (``key``) expires, counted from now.
         """
         spec = self.spec
+        parsers = self.renderer.family.resolve(spec.model.tool_parser, spec.model.reasoning_parser)
         time_s = spec.agent.time_limit_s + spec.pipeline.hold_limit_s + EXPIRY_SLACK_S
         greedy_or_not = spec.sampling.temperature
         if key is not None and key.stream != TRAIN:
@@ -49,9 +50,11 @@ class Run:
             max_session_tokens=spec.agent.max_session_tokens,
             expires=None if key is None else time.time() + time_s,
             hold_limit_s=spec.pipeline.hold_limit_s,
-            tool_parser=spec.model.tool_parser,
+            tool_parser=parsers.tool_parser,
             tool_open=spec.model.tool_open,
             tool_close=spec.model.tool_close,
+            reasoning_parser=parsers.reasoning_parser,
+            history=spec.model.history,
             engine_features=tuple(sorted(FEATURES[spec.engine.kind])),
         )
 

@@ -30,12 +30,21 @@ class ModelSpec(Spec):
     """Type of the weights in engines and trainer; optimizer states are always float32."""
     max_context: int = Field(default=2048, ge=16)
     """Longest prompt plus answer, in tokens."""
-    tool_parser: Literal["none", "hermes", "positional"] = "none"
-    """How tool calls are read from text. ``positional``: ``name(a,b)`` between ``tool_open`` and ``tool_close``."""
+    tool_parser: Literal["auto", "none", "hermes", "qwen_xml", "llama_json", "mistral", "deepseek", "positional"] = (
+        "auto"
+    )
+    """How tool calls are read from text. ``auto``: as the chat template writes them; a template that writes none, or in
+    a way that no parser reads, is ``none``. ``positional``: ``name(a,b)`` between ``tool_open`` and ``tool_close``."""
     tool_open: str = ""
     """Text in front of a positional call, e.g. ``<call>``."""
     tool_close: str = ""
     """Text behind a positional call, e.g. ``</call>``."""
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
+    """How reasoning is told from the answer. ``think``: ``<think>...</think>``; ``mistral``: ``[THINK]...[/THINK]``;
+    ``auto``: whichever the chat template knows."""
+    history: Literal["keep", "template"] = "keep"
+    """What the model reads of earlier turns. ``keep``: the tokens it read and wrote then. ``template``: the prompt that
+    a server with this chat template would build; where that differs (old reasoning dropped), the session branches."""
 
     @model_validator(mode="after")
     def _marks_of_calls(self) -> ModelSpec:

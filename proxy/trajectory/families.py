@@ -12,6 +12,13 @@ class Family(NamedTuple):
     tool_parser: str
     reasoning_parser: str
 
+    def resolve(self, tool_parser: str, reasoning_parser: str) -> Family:
+        """The parsers that a run asks for, where it says ``auto`` this family's."""
+        return Family(
+            self.tool_parser if tool_parser == "auto" else tool_parser,
+            self.reasoning_parser if reasoning_parser == "auto" else reasoning_parser,
+        )
+
 
 def detect(template_source: str, special_tokens: Collection[str]) -> Family:
     """The family of a chat template; ``special_tokens`` are the texts of the tokenizer's special tokens."""

@@ -141,7 +141,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(
         ("steps: 3", "steps: 3\nengine: {python: /no/such/python}", 17, "no program that can be run"),
         ("steps: 3", "steps: 3\nsampling:\n  temperature: 0", 18, "0 is greedy"),
         ("path: model", "path: model\n  max_context: 100000", 4, "more than the model's 4096 positions"),
-        ("path: model", "path: model\n  tool_open: <call>", 2, "do nothing with tool_parser 'none'"),
+        ("path: model", "path: model\n  tool_open: <call>", 2, "do nothing with tool_parser 'auto'"),
         ("kind: python", "kind: single_turn", 7, "target does nothing with kind 'single_turn'"),
         ("kind: python", "kind: command\n  options: {depth: 2}", 7, "only a Python agent takes them"),
         ("  held_out: held.jsonl", "evaluation: {every: 2}", None, "needs held-out tasks"),
