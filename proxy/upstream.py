@@ -10,9 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from storage.errors import EngineError
 from workers.engines.base import Chunk, Engine, Sampling
 
-GATHER_S = 0.02
-"""Between two batches of one generation: each costs a commit, an event and the agent's parsing of it, however few
-tokens it holds. The first one and the last one never wait."""
 DRAIN_S = 1.0
 """How long an interrupted engine has to hand over its last tokens before the connection is dropped."""
 
@@ -29,7 +26,6 @@ class Upstream:
         self._arrived = asyncio.Event()
         self._error: EngineError | None = None
         self._ended = False
-        self._end = asyncio.Event()
         self._interruption: asyncio.Task[None] | None = None
         self._reader = asyncio.create_task(self._read(ids, sampling, salt), name=f"read {request_id}")
 
@@ -46,19 +42,12 @@ class Upstream:
             batch, self._inbox = self._inbox, []
             if batch:
                 yield batch
-                await self._gather()
             elif self._ended:
                 break
             if self._ended:
                 self._arrived.set()
         if self._error is not None and not self.interrupted:
             raise self._error
-
-    async def _gather(self) -> None:
-        """Let chunks come together, unless the engine has ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GATHER_S):
-                await self._end.wait()
 
     def interrupt(self) -> None:
         """Abort on the engine by request id; tokens that still come within :data:`DRAIN_S` are kept."""
@@ -86,7 +75,6 @@ class Upstream:
             self._error = error
         finally:
             self._ended = True
-            self._end.set()
             self._arrived.set()
 
     async def _interrupt(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -19,6 +19,9 @@ from workers.engines.http import SharedSession
 from workers.engines.stream import SseDecoder, StreamReader, parse_version
 
 _DRAIN_S = 1.0
+GATHER_S = 0.02
+"""Between two reads of one stream: each costs a wake-up here, and a commit, an event and the agent's parsing of it
+behind, however few tokens it holds."""
 
 
 class SglangEngine:
@@ -63,7 +66,7 @@ class SglangEngine:
             ) as response:
                 if response.status != 200:
                     raise self._refusal("generate", response.status, await response.read())
-                async for data in response.content.iter_any():
+                async for data in _gathered(response.content):
                     for payload in sse.feed(data):
                         if payload == b"[DONE]":
                             continue
@@ -225,6 +228,17 @@ def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
     return orjson.dumps(body)
+
+
+async def _gathered(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """All data, what comes within :data:`GATHER_S` in one piece; the first and the last piece never wait."""
+    ended = asyncio.Event()
+    content.on_eof(ended.set)
+    while data := await content.readany():
+        yield data
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                await ended.wait()
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
