@@ -6,8 +6,9 @@ STATE ?= .seamlessflow
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCKS := requirements/torch.lock requirements/dev.lock
+CLIENTS := $(patsubst requirements/clients/%.in,.clients/%/.ready,$(wildcard requirements/clients/*.in))
 
-.PHONY: setup demo demo-tiny test lint format lock clean
+.PHONY: setup clients demo demo-tiny test lint format bench-proxy-env bench-proxy lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +16,8 @@ help:
 	@echo "make demo-tiny  the same with a model of 0.13 M parameters (5 minutes)"
 	@echo "make test       lint, types and tests"
 	@echo "make setup      only make the virtual environment"
+	@echo "make clients    make the environments of the real clients that the contract tests run"
+	@echo "make bench-proxy  measure the proxy against its peers (8 minutes)"
 	@echo "make lock       write the lock files anew"
 	@echo "make clean      stop the demos and remove their state"
 
@@ -32,6 +35,12 @@ demo: $(READY)
 demo-tiny: $(READY)
 	@$(BIN)/seamlessflow demo examples/demo-tiny.yaml --build examples.models.tiny --state $(STATE)/demo-tiny
 
+# One environment for each client, out of everything's way; -j makes several at a time.
+clients: $(CLIENTS)
+
+.clients/%/.ready: requirements/clients/%.lock requirements/clients.sh | $(READY)
+	PYTHON=$(BIN)/python requirements/clients.sh $*
+
 test: lint
 	$(BIN)/mypy
 	$(BIN)/pytest
@@ -43,6 +52,13 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The peers, each in an environment of its own: about 100 MB.
+bench-proxy-env: $(READY)
+	PYTHON=$(PYTHON) benchmarks/proxy/peers/install.sh $(CURDIR)/.bench
+
+bench-proxy: bench-proxy-env
+	@$(BIN)/python -m benchmarks.proxy
 
 # pip-tools is no part of the environment; LOCK_TOOL names its pip-compile.
 lock:
