@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -235,6 +236,13 @@ async def test_stop_sequences_and_limits_are_told(start_bench, connect, stream):
     assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == ("one", "stop_sequence", ".")
     cut = await ask(client, max_tokens=3, stream=stream)
     assert (cut.content[0].text, cut.stop_reason, cut.usage.output_tokens) == ("abc", "max_tokens", 3)
+
+
+async def test_a_schema_for_the_answer_reaches_the_engine(start_bench, connect):
+    bench = await start_bench(Play(toy_ids('{"a": 1}')), engine={"kind": "scripted"})
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await ask(await connect(bench), output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert json.loads(bench.engine.requests[0].json_schema) == schema
 
 
 async def test_a_retry_gets_the_same_bytes(start_bench, connect):

@@ -68,6 +68,12 @@ async def test_57_log_probabilities_are_the_engine_s_in_the_schema_of_completion
     assert [offset for part in told for offset in part.text_offset] == [0, 1, 2]
 
 
+async def test_57_the_likeliest_tokens_are_told_by_their_text(start_bench):
+    bench = await start_bench(Play(toy_ids("abc")), engine={"kind": "scripted"})
+    answer = await complete(bench, logprobs=2)
+    assert answer.choices[0].logprobs.top_logprobs[0] == {"a": -0.25, "b": -1.25}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_choices_are_generations_of_their_own(start_bench, stream):
     bench = await start_bench(Play(toy_ids("a")), Play(toy_ids("b")))
