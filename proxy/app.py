@@ -20,7 +20,8 @@ from proxy.dialects.base import AnswerHead, ChoiceAnswer, Dialect, StreamWriter,
 from proxy.dialects.chat import ChatDialect
 from proxy.dialects.completions import CompletionsDialect
 from proxy.dialects.responses import ResponsesDialect
-from proxy.sessions import LiveSession, Sessions
+from proxy.live_session import LiveSession
+from proxy.sessions import Sessions
 from proxy.trajectory.turn import Choice
 from storage.errors import AuthenticationFailed, InvalidRequest, NotFoundError, SeamlessFlowError, SessionClosed
 
@@ -294,7 +295,7 @@ async def _body(receive: Receive) -> bytes | None:
         part = message.get("body", b"")
         size += len(part)
         if size > MAX_BODY:
-            raise InvalidRequest(f"the request body is longer than {MAX_BODY} bytes")
+            raise RequestTooLarge(f"the request body is longer than {MAX_BODY} bytes")
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)

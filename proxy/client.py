@@ -176,17 +176,43 @@ class ControlClient:
 
     # Sessions of remote agents
 
-    async def create_session(self, run: str) -> dict[str, Any]:
-        """A session outside the sample queue: ``{"session", "api_key", "base_url", "model"}``."""
-        return cast(dict[str, Any], await self._call("POST", "/control/sessions", {"run": run}))
+    async def create_session(
+        self,
+        run: str,
+        *,
+        parent: str | None = None,
+        label: str | None = None,
+        max_turns: int | None = None,
+        max_session_tokens: int | None = None,
+        time_limit_s: float | None = None,
+    ) -> dict[str, Any]:
+        """A session outside the sample queue: ``{"session", "api_key", "base_url", "model"}``.
+
+        Limits may only be narrower than the run's. With a ``parent`` it ends when that session ends.
+        """
+        limits = {"max_turns": max_turns, "max_session_tokens": max_session_tokens, "time_limit_s": time_limit_s}
+        body = {"run": run, "parent": parent, "label": label, "limits": limits}
+        return cast(dict[str, Any], await self._call("POST", "/control/sessions", body))
 
     async def session(self, session: str) -> dict[str, Any]:
-        """The session's turns, outcomes and tree, for inspection."""
+        """Whose the session is, its limits, children, turns, outcomes and tree."""
         return cast(dict[str, Any], await self._call("GET", f"/control/sessions/{_q(session)}"))
 
-    async def finish_session(self, session: str) -> None:
-        """Seal a session of :meth:`create_session`."""
-        await self._call("POST", f"/control/sessions/{_q(session)}/finish", {})
+    async def sessions(
+        self, run: str, *, open_only: bool = False, after: str = "", limit: int = 100
+    ) -> list[dict[str, Any]]:
+        """Sessions of a run by id without their turns, at most ``limit`` of those behind ``after``."""
+        query = f"open_only={str(open_only).lower()}&after={_q(after)}&limit={limit}"
+        return cast(list[dict[str, Any]], await self._call("GET", f"/control/runs/{_q(run)}/sessions?{query}"))
+
+    async def finish_session(self, session: str, output: Any = None) -> str:
+        """Seal a session; returns ``closed``, or for one of a sample the sample's new state."""
+        return str((await self._call("POST", f"/control/sessions/{_q(session)}/finish", {"output": output}))["state"])
+
+    async def reward_session(self, session: str, reward: float | None, *, cause: str = "", detail: str = "") -> None:
+        """Record the reward, once; None: it is missing, for ``cause``."""
+        body = {"reward": reward} if reward is not None else {"cause": cause, "detail": detail}
+        await self._call("POST", f"/control/sessions/{_q(session)}/reward", body)
 
     # Routes
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import Any, Literal
 
-from fastapi import Depends, FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.service import Service
+from proxy.trajectory.policy import Limits
 from storage import errors
 from storage.ledger import Route
 
@@ -63,15 +64,37 @@ class ScoreClaimBody(_Body):
     limit: int = Field(ge=0)
 
 
-class ScoreBody(_Body):
-    session: str
+class RewardBody(_Body):
     reward: float | None = None
     cause: str | None = None
     detail: str = ""
 
+    def checked(self) -> RewardBody:
+        """Raises InvalidRequest unless there is either a reward or a cause."""
+        if (self.reward is None) == (self.cause is None):
+            raise errors.InvalidRequest("give either `reward`, or `cause` (and `detail`) of a missing one")
+        return self
+
+
+class ScoreBody(RewardBody):
+    session: str
+
+
+class LimitsBody(_Body):
+    max_turns: int | None = Field(default=None, ge=1)
+    max_session_tokens: int | None = Field(default=None, ge=1)
+    time_limit_s: float | None = Field(default=None, gt=0)
+
 
 class SessionBody(_Body):
     run: str
+    parent: str | None = None
+    limits: LimitsBody = LimitsBody()
+    label: str | None = Field(default=None, max_length=200)
+
+
+class OutputBody(_Body):
+    output: Any = None
 
 
 class RouteBody(_Body):
@@ -86,6 +109,7 @@ class RouteBody(_Body):
 
 _STATUS: tuple[tuple[type[errors.SeamlessFlowError], int], ...] = (
     (errors.AuthenticationFailed, 401),
+    (errors.SessionClosed, 403),
     (errors.NotFoundError, 404),
     (errors.FencedError, 409),
     (errors.DeadlineError, 504),
@@ -177,29 +201,41 @@ def _add_samples(app: FastAPI, service: Service, key: list[Any]) -> None:
 
     @app.post("/control/runs/{run}/scores/commit", dependencies=key)
     async def commit_score(run: str, body: ScoreBody) -> dict[str, str]:
-        if (body.reward is None) == (body.cause is None):
-            raise errors.InvalidRequest("give either `reward`, or `cause` (and `detail`) of a missing one")
-        if body.reward is not None:
-            await desk.score(run, body.session, body.reward)
-        elif body.cause is not None:
-            await desk.fail_score(run, body.session, body.cause, body.detail)
+        reward = body.checked().reward
+        if reward is not None:
+            await desk.score(run, body.session, reward)
+        else:
+            await desk.fail_score(run, body.session, body.cause or "", body.detail)
         return {"session": body.session}
 
 
 def _add_sessions(app: FastAPI, service: Service, key: list[Any]) -> None:
+    desk = service.session_desk
+
     @app.post("/control/sessions", dependencies=key)
     async def create(body: SessionBody) -> dict[str, str]:
-        new = await service.desk.create_session(body.run)
+        new = await desk.create(body.run, Limits(**body.limits.model_dump()), body.parent, body.label)
         return {"session": new.session, "api_key": new.api_key, "base_url": new.base_url, "model": new.model}
 
     @app.get("/control/sessions/{session}", dependencies=key)
     async def inspect(session: str) -> dict[str, Any]:
-        return await service.session_status(session)
+        return await desk.inspect(session)
 
     @app.post("/control/sessions/{session}/finish", dependencies=key)
-    async def finish(session: str) -> dict[str, str]:
-        await service.finish_session(session)
+    async def finish(session: str, body: OutputBody) -> dict[str, str]:
+        return {"session": session, "state": await desk.finish(session, body.output)}
+
+    @app.post("/control/sessions/{session}/reward", dependencies=key)
+    async def reward(session: str, body: RewardBody) -> dict[str, str]:
+        given = body.checked()
+        await desk.reward(session, given.reward, given.cause, given.detail)
         return {"session": session}
+
+    @app.get("/control/runs/{run}/sessions", dependencies=key)
+    async def list_sessions(
+        run: str, open_only: bool = False, after: str = "", limit: int = Query(default=100, ge=1, le=1000)
+    ) -> list[dict[str, Any]]:
+        return await desk.list(run, open_only=open_only, after=after, limit=limit)
 
 
 def _add_routes(app: FastAPI, service: Service, key: list[Any]) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from dataclasses import dataclass
 from typing import Any
 
 from proxy.dialects.chat import response_message
+from proxy.live_session import LiveSession
 from proxy.runs import Run, Runs
-from proxy.sessions import LiveSession, Sessions, key_hash
+from proxy.sessions import Sessions
 from proxy.shard_writer import ShardWriter
 from proxy.trajectory.canonical import Message
 from proxy.trajectory.session import Session
 from proxy.trajectory.turn import Choice, Turn
 from storage.errors import InvalidRequest, NotFoundError
-from storage.ledger import TRAIN, Ledger, SampleClaim, SampleKey, SessionRecord, State
+from storage.ledger import TRAIN, Ledger, SampleKey, SessionRecord, State
 
 INFRA = "infra"
 """Cause of attempts that infrastructure ended: they are repeated and never become a reward."""
@@ -24,25 +23,14 @@ NO_TURNS = "no_turns"
 _SCORE_LEASE_SLACK_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class NewSession:
-    """A session and its key, which exists in clear only here."""
-
-    session: str
-    api_key: str
-    base_url: str
-    model: str
-
-
 class SampleDesk:
     """Methods are the control API's endpoints; each is safe to repeat."""
 
-    def __init__(self, ledger: Ledger, runs: Runs, sessions: Sessions, writer: ShardWriter, base_url: str) -> None:
+    def __init__(self, ledger: Ledger, runs: Runs, sessions: Sessions, writer: ShardWriter) -> None:
         self._ledger = ledger
         self._runs = runs
         self._sessions = sessions
         self._writer = writer
-        self._base_url = base_url.rstrip("/")
 
     async def claim(
         self, name: str, stream: str, worker: str, limit: int, holding: list[str] | None
@@ -59,7 +47,9 @@ class SampleDesk:
             claims = await asyncio.to_thread(self._ledger.claim_samples, name, stream, worker, limit)
         except NotFoundError:
             return []  # a stream without admission lets nothing start
-        made = [self._new_session(run, claim) for claim in claims]
+        made = [
+            self._sessions.new(name, run.policy(claim.key), key=claim.key, attempt=claim.attempt) for claim in claims
+        ]
         if made:
             await self._sessions.create([record for _, record in made])
         return [
@@ -75,32 +65,26 @@ class SampleDesk:
             for claim, (new, _) in zip(claims, made, strict=True)
         ]
 
-    async def create_session(self, name: str) -> NewSession:
-        """A session outside the sample queue, with the run's policy."""
-        new, record = self._new_session(await self._runs.get(name), None)
-        await self._sessions.create([record])
-        return new
-
     async def finish(self, name: str, session: str, output: Any) -> str:
         """Seal the session; its sample is finished, or tried again if infrastructure failed it unseen."""
         live, key = await self._sample_session(name, session)
-        sealed = await live.seal()
+        sealed = await self._sessions.seal(live)
         if live.fault:
-            return await self._fail(live, key, INFRA, live.fault, retry=True)
+            return await self._fail(live.record, key, INFRA, live.fault, retry=True)
         if not any(choice.recording.ids for _, choice in sealed.generations()):
             detail = "the agent ended without an answer from the model"
-            return await self._fail(live, key, NO_TURNS, detail, retry=False)
+            return await self._fail(live.record, key, NO_TURNS, detail, retry=False)
         await asyncio.to_thread(self._finish, key, live.record.attempt, sealed, output)
         return State.FINISHED.value
 
     async def fail(self, name: str, session: str, cause: str, detail: str, *, retry: bool) -> str:
         """Seal the session; its sample failed. A fault of infrastructure outweighs what the agent made of it."""
         live, key = await self._sample_session(name, session)
-        await live.seal()
+        await self._sessions.seal(live)
         fault = live.fault or ("the proxy restarted under this session" if live.interrupted else "")
         if fault:
-            return await self._fail(live, key, INFRA, f"{fault} ({cause}: {detail})", retry=True)
-        return await self._fail(live, key, cause, detail, retry=retry)
+            return await self._fail(live.record, key, INFRA, f"{fault} ({cause}: {detail})", retry=True)
+        return await self._fail(live.record, key, cause, detail, retry=retry)
 
     async def release(self, name: str, stream: str, worker: str) -> None:
         """The worker restarted: what it was running is tried again."""
@@ -109,8 +93,7 @@ class SampleDesk:
         released = await asyncio.to_thread(self._ledger.release_worker, name, stream, worker, max_attempts=attempts)
         for sample in released:
             if sample.session is not None:
-                await (await self._sessions.get(sample.session)).seal()
-                self._sessions.forget(sample.session)
+                await self._sessions.end(sample.session)
         self._writer.kick(name)
 
     async def claim_scores(self, name: str, worker: str, limit: int) -> list[dict[str, Any]]:
@@ -136,8 +119,8 @@ class SampleDesk:
 
     async def score(self, name: str, session: str, reward: float) -> None:
         """A reward; the last one of a group makes its shard."""
-        live, key = await self._sample_session(name, session)
-        await asyncio.to_thread(self._ledger.score_sample, key, live.record.attempt, reward)
+        record, key = await self._sample_record(name, session)
+        await asyncio.to_thread(self._ledger.score_sample, key, record.attempt, reward)
         if key.stream == TRAIN:
             self._writer.kick(name)
         else:
@@ -145,14 +128,19 @@ class SampleDesk:
 
     async def fail_score(self, name: str, session: str, cause: str, detail: str) -> None:
         """A reward that is missing; it never becomes zero."""
-        live, key = await self._sample_session(name, session)
-        await self._fail(live, key, cause, detail, retry=False)
+        record, key = await self._sample_record(name, session)
+        await self._fail(record, key, cause, detail, retry=False)
 
     async def _sample_session(self, name: str, session: str) -> tuple[LiveSession, SampleKey]:
         live = await self._sessions.get(session)
-        if live.record.run != name or live.record.key is None:
+        _, key = await self._sample_record(name, session)
+        return live, key
+
+    async def _sample_record(self, name: str, session: str) -> tuple[SessionRecord, SampleKey]:
+        record = await self._sessions.record(session)
+        if record.run != name or record.key is None:
             raise InvalidRequest(f"session {session} is not of a sample of run {name!r}", param="session")
-        return live, live.record.key
+        return record, record.key
 
     def _finish(self, key: SampleKey, attempt: int, sealed: Session, output: Any) -> None:
         known = list(sealed.versions())
@@ -168,20 +156,20 @@ class SampleDesk:
             output=output,
         )
 
-    async def _fail(self, live: LiveSession, key: SampleKey, cause: str, detail: str, *, retry: bool) -> str:
-        run = await self._runs.get(live.record.run)
+    async def _fail(self, record: SessionRecord, key: SampleKey, cause: str, detail: str, *, retry: bool) -> str:
+        run = await self._runs.get(record.run)
         attempts = run.spec.agent.max_attempts
         following = await asyncio.to_thread(
             self._ledger.fail_sample,
             key,
-            live.record.attempt,
+            record.attempt,
             cause,
             detail,
             retry=retry,
             max_attempts=attempts,
         )
-        self._sessions.forget(live.session.id)
-        self._writer.kick(live.record.run)
+        self._sessions.forget(record.session)
+        self._writer.kick(record.run)
         return State.FAILED.value if following is None else State.QUEUED.value
 
     async def _give_back_lost(self, run: Run, stream: str, worker: str, holding: set[str]) -> None:
@@ -197,19 +185,8 @@ class SampleDesk:
             await asyncio.to_thread(
                 self._ledger.fail_sample, row.key, row.attempt, INFRA, detail, retry=True, max_attempts=attempts
             )
-
-    def _new_session(self, run: Run, claim: SampleClaim | None) -> tuple[NewSession, SessionRecord]:
-        session, api_key = f"s{secrets.token_hex(12)}", f"sfs_{secrets.token_urlsafe(32)}"
-        key = None if claim is None else claim.key
-        record = SessionRecord(
-            session=session,
-            key_hash=key_hash(api_key),
-            run=run.name,
-            key=key,
-            attempt=0 if claim is None else claim.attempt,
-            policy=run.policy(key).to_json(),
-        )
-        return NewSession(session, api_key, f"{self._base_url}/s/{session}/v1", run.name), record
+            if session is not None:
+                await self._sessions.end(session)
 
 
 def transcript(session: Session) -> list[dict[str, Any]]:

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 from proxy.audit import audit
 from proxy.generation import Services
+from proxy.housekeeping import Housekeeping
 from proxy.meter import BusyMeter, Counters
 from proxy.routes import EngineFactory, RouteTable
 from proxy.runs import Runs
 from proxy.samples import SampleDesk
+from proxy.session_desk import SessionDesk
 from proxy.sessions import Sessions, restore
 from proxy.shard_writer import ShardWriter
 from proxy.status import Status, count_turns
@@ -50,9 +52,12 @@ class Service:
         self._meter = BusyMeter()
         self.routes = RouteTable(ledger, make_engine, self._meter)
         self.runs = Runs(ledger)
-        self.sessions = Sessions(ledger, journal, self.runs, Services(journal, self.routes, self.counters))
+        services = Services(journal, self.routes, self.counters)
+        self.sessions = Sessions(ledger, journal, self.runs, services, base_url)
         self.writer = ShardWriter(ledger, store, self.sessions)
-        self.desk = SampleDesk(ledger, self.runs, self.sessions, self.writer, base_url)
+        self.desk = SampleDesk(ledger, self.runs, self.sessions, self.writer)
+        self.session_desk = SessionDesk(ledger, self.runs, self.sessions, self.desk)
+        self.housekeeping = Housekeeping(ledger, self.sessions, self.desk)
         self._status = Status(ledger, journal, self.runs, self.sessions, self.routes, self.counters)
         self._background: list[asyncio.Task[None]] = []
 
@@ -64,6 +69,7 @@ class Service:
                 self.writer.kick(info.run)
                 await self._recount(info.run)
         self._background.append(asyncio.create_task(self._tick(), name="proxy flush"))
+        self._background.append(asyncio.create_task(self.housekeeping.run(), name="housekeeping"))
 
     async def close(self) -> None:
         """Stop background work and write what is due."""
@@ -87,17 +93,6 @@ class Service:
         """State of a run, busy intervals up to now included."""
         await self._meter.flush(self.ledger)
         return await self._status.run(run)
-
-    async def session_status(self, session: str) -> dict[str, Any]:
-        """Turns and tree of a session."""
-        return self._status.session((await self.sessions.get(session)).session)
-
-    async def finish_session(self, session: str) -> None:
-        """Seal a session that belongs to no sample."""
-        live = await self.sessions.get(session)
-        await live.seal()
-        await asyncio.to_thread(self.ledger.close_session, session)
-        self.sessions.forget(session)
 
     async def audit(self, run: str) -> dict[str, Any]:
         """Journal against shards, after everything complete was written."""

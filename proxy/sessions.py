@@ -1,147 +1,79 @@
-"""Living sessions: who may speak, rebuilt from the journal when needed, one generation per turn."""
+"""All sessions: who may speak, which are in memory, and how the others come back from the journal."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
+import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
-from proxy.answering import Answering
-from proxy.dialects.base import TurnRequest
-from proxy.generation import Services, journal_records
-from proxy.ids import new_id
+from proxy.generation import Services
+from proxy.live_session import LiveSession
 from proxy.runs import Runs
 from proxy.trajectory import replay
 from proxy.trajectory.policy import Policy
 from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
-from proxy.trajectory.turn import Outcome, Turn
 from storage.errors import AuthenticationFailed, SessionClosed
-from storage.journal import CLOSED, Journal
-from storage.ledger import Ledger, SessionRecord
+from storage.journal import Journal
+from storage.ledger import Ledger, SampleKey, SessionRecord
 
-_LARGE_REQUEST = 32 * 1024
-"""Bytes of body above which rendering and tokenizing leave the event loop."""
+KEEP_TOKENS = 16_000_000
+"""Size of the sessions that stay in memory while nobody uses them, about 20 bytes a token; others are rebuilt."""
 
 
-class LiveSession:
-    """A session with its running generations. ``record`` says whose it is.
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """A session and its key, which exists in clear only here."""
 
-    ``interrupted``: it was open when an earlier proxy process ended, so its agent may have seen connections break.
-    """
-
-    def __init__(
-        self, services: Services, record: SessionRecord, session: Session, *, interrupted: bool = False
-    ) -> None:
-        self.record = record
-        self.session = session
-        self.interrupted = interrupted
-        self._services = services
-        self._answering: dict[int, Answering] = {}
-        self._placing = asyncio.Lock()
-        self._sealing = asyncio.Lock()
-
-    @property
-    def fault(self) -> str:
-        """Why infrastructure failed one of its turns, or empty. Such a session is no evidence of the policy."""
-        for turn, choice in self.session.generations():
-            if choice.infra:
-                return choice.fault
-            if self.interrupted and choice.status == "aborted":
-                return f"the proxy restarted during turn {turn.index}, which was never asked for again"
-        return ""
-
-    def running(self) -> int:
-        """Turns that are being answered."""
-        return sum(not answering.done for answering in self._answering.values())
-
-    def prompt_length(self, request: TurnRequest) -> int:
-        """Tokens that the prompt of ``request`` would have; changes nothing."""
-        return self.session.prompt_length(self.session.place(self.session.resolve(request), time.time()))
-
-    async def request(self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str) -> Answering:
-        """The answer to ``request``: a new one, or for a retry the one it had.
-
-        The caller is attached to it and must detach. Raises RequestError.
-        """
-        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        async with self._placing:
-            turn = self.session.find_retry(digest, idempotency_key, retried=retried)
-            if turn is not None and not self.session.sealed:
-                return await self._resume(turn)
-            return await self._begin(request, len(body), digest, idempotency_key)
-
-    async def stop(self) -> None:
-        """End all generations; what they made stays and can be continued."""
-        for answering in list(self._answering.values()):
-            answering.stop()
-            await answering.gone()
-
-    async def seal(self) -> Session:
-        """End all generations and close the session in the journal; once only."""
-        async with self._sealing:
-            if not self.session.sealed:
-                await self.stop()
-                self.session.seal()
-                await self._services.journal.append(*journal_records(self.session.id, [Entry(CLOSED, {})]))
-                self._answering.clear()
-        return self.session
-
-    async def _begin(self, request: TurnRequest, size: int, digest: str, key: str) -> Answering:
-        session = self.session
-        now = time.time()
-        request = session.resolve(request)
-        if size > _LARGE_REQUEST:
-            placement = await asyncio.to_thread(session.place, request, now)
-        else:
-            placement = session.place(request, now)
-        used = session.decide(placement, request)
-        turn = session.begin(
-            placement,
-            request,
-            used,
-            generations=[new_id() for _ in range(request.n)],
-            created=int(now),
-            body_digest=digest,
-            idempotency_key=key,
-        )
-        self._services.counters.turns[session.run] += 1
-        self._services.counters.forks[session.run] += turn.outcome is Outcome.FORK
-        records = journal_records(session.id, [replay.turn_entry(turn, placement)])
-        opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
-        return self._attach(Answering(self._services, session, turn, opening))
-
-    async def _resume(self, turn: Turn) -> Answering:
-        """Attach to the turn's answer, which may be running, over, or left when its client went away."""
-        answering = self._answering.get(turn.index)
-        if answering is not None and answering.leaving:
-            await answering.gone()
-        aborted = [choice for choice in turn.choices if choice.status == "aborted"]
-        for choice in aborted:
-            choice.status = "open"
-        if aborted or answering is None:
-            answering = Answering(self._services, self.session, turn)
-        return self._attach(answering)
-
-    def _attach(self, answering: Answering) -> Answering:
-        answering.attach()
-        self._answering[answering.turn.index] = answering
-        return answering
+    session: str
+    api_key: str
+    base_url: str
+    model: str
 
 
 class Sessions:
-    """All sessions by id and by key."""
+    """All sessions by id and by key.
 
-    def __init__(self, ledger: Ledger, journal: Journal, runs: Runs, services: Services) -> None:
+    Sessions that nobody uses are kept as far as :data:`KEEP_TOKENS` allows, the latest first; the others exist in
+    the journal only until they are asked for. Whoever holds a session holds the only one there is of it.
+    """
+
+    def __init__(self, ledger: Ledger, journal: Journal, runs: Runs, services: Services, base_url: str) -> None:
+        self.keep_tokens = KEEP_TOKENS
         self._ledger = ledger
         self._journal = journal
         self._runs = runs
         self._services = services
-        self._live: dict[str, LiveSession] = {}
+        self._base_url = base_url.rstrip("/")
+        self._live: WeakValueDictionary[str, LiveSession] = WeakValueDictionary()
+        self._kept: OrderedDict[str, tuple[LiveSession, int]] = OrderedDict()
+        self._weight = 0
+        self._asleep: dict[str, tuple[str, bool]] = {}
+        """Open sessions that were dropped from memory: their run, and whether they were interrupted."""
         self._by_key: dict[str, str] = {}
-        self._loading = asyncio.Lock()
+        self._loading: dict[str, asyncio.Task[LiveSession]] = {}
+
+    def new(
+        self,
+        run: str,
+        policy: Policy,
+        *,
+        key: SampleKey | None = None,
+        attempt: int = 0,
+        parent: str | None = None,
+        label: str | None = None,
+    ) -> tuple[NewSession, SessionRecord]:
+        """A session that is to be entered by :meth:`create`; ``key`` and ``attempt`` say of which sample."""
+        session, api_key = f"s{secrets.token_hex(12)}", f"sfs_{secrets.token_urlsafe(32)}"
+        record = SessionRecord(
+            session, key_hash(api_key), run, key, attempt, policy.to_json(), parent=parent, label=label
+        )
+        return NewSession(session, api_key, f"{self._base_url}/s/{session}/v1", policy.model), record
 
     async def create(self, records: Sequence[SessionRecord]) -> None:
         """Enter new sessions; each record's key hash is its only key."""
@@ -149,7 +81,7 @@ class Sessions:
         for record in records:
             run = await self._runs.get(record.run)
             session = Session(record.session, record.run, Policy.from_json(dict(record.policy)), run.renderer)
-            self._live[record.session] = LiveSession(self._services, record, session)
+            self._keep(LiveSession(self._services, record, session))
             self._by_key[record.key_hash] = record.session
 
     async def authenticate(self, session: str | None, key: str) -> LiveSession:
@@ -158,53 +90,105 @@ class Sessions:
         Raises AuthenticationFailed, SessionClosed.
         """
         digest = key_hash(key)
-        found = self._by_key.get(digest)
+        found, closed = self._by_key.get(digest), False
         if found is None:
             record = await asyncio.to_thread(self._ledger.session_by_key_hash, digest)
             if record is None:
                 raise AuthenticationFailed("the API key is of no session: use the api_key that came with the session")
-            found = record.session
-            self._by_key[digest] = found
+            found, closed = record.session, record.closed
         if session is not None and session != found:
             raise AuthenticationFailed(f"the API key is not of session {session!r}: each session has its own")
-        live = await self.get(found)
-        if live.session.sealed or live.record.closed:
+        if closed or (live := await self.get(found)).ended:
             raise SessionClosed(f"session {found} has ended: its attempt was finished or given up")
+        self._by_key[digest] = found
         return live
 
     async def get(self, session: str) -> LiveSession:
         """Raises NotFoundError if there is no such session; rebuilds it from the journal if it is not in memory."""
         live = self._live.get(session)
         if live is None:
-            async with self._loading:
-                live = self._live.get(session) or await self._rebuild(session)
-                self._live[session] = live
+            loading = self._loading.get(session)
+            if loading is None:
+                loading = asyncio.create_task(self._rebuild(session), name=f"rebuild {session}")
+                self._loading[session] = loading
+                loading.add_done_callback(lambda _: self._loading.pop(session, None))
+            live = await asyncio.shield(loading)
+        self._keep(live)
         return live
+
+    async def record(self, session: str) -> SessionRecord:
+        """Whose a session is. Raises NotFoundError."""
+        live = self._live.get(session)
+        return await asyncio.to_thread(self._ledger.session, session) if live is None else live.record
+
+    async def seal(self, live: LiveSession) -> Session:
+        """End a session and those that were opened on its behalf."""
+        sealed = await live.seal()
+        self._asleep.pop(sealed.id, None)
+        for child in live.children:
+            await self.end(child)
+        return sealed
+
+    async def end(self, session: str) -> None:
+        """Seal a session, refuse its key from now on, and drop it from memory."""
+        await self.seal(await self.get(session))
+        await asyncio.to_thread(self._ledger.close_session, session)
+        self.forget(session)
 
     def forget(self, session: str) -> None:
         """Drop a sealed session from memory; the journal keeps it."""
         live = self._live.get(session)
         if live is not None and live.session.sealed:
-            del self._live[session]
-            self._by_key.pop(live.record.key_hash, None)
+            self._drop(live)
 
     def in_flight(self, run: str) -> int:
-        """Sessions of ``run`` in memory that are not sealed."""
-        return sum(live.record.run == run and not live.session.sealed for live in self._live.values())
+        """Sessions of ``run`` that this process has seen and that are not sealed."""
+        asleep = sum(of == run for of, _ in self._asleep.values())
+        return asleep + sum(not live.session.sealed for live in self.live(run))
 
-    def live(self, run: str) -> list[LiveSession]:
-        """Sessions of ``run`` in memory."""
-        return [live for live in self._live.values() if live.record.run == run]
+    def live(self, run: str | None = None) -> list[LiveSession]:
+        """Sessions of ``run``, or of all runs, that are kept in memory."""
+        return [live for live, _ in self._kept.values() if run in (None, live.record.run)]
 
     async def close(self) -> None:
         """Stop every generation; their sessions go on in the next process."""
-        await asyncio.gather(*(live.stop() for live in self._live.values()))
+        await asyncio.gather(*(live.stop() for live in list(self._live.values())))
+
+    def _keep(self, live: LiveSession) -> None:
+        """Note that a session is used; those that were not for longest make room."""
+        self._drop(live, asleep=False)
+        self._live[live.record.session] = live
+        self._kept[live.record.session] = live, live.weight
+        self._weight += live.weight
+        for _ in range(2):  # a session that runs stays, and is looked at again when its turn comes again
+            oldest, _ = next(iter(self._kept.values()))
+            if self._weight <= self.keep_tokens or oldest is live:
+                break
+            if oldest.running():
+                self._kept.move_to_end(oldest.record.session)
+            else:
+                self._drop(oldest)
+
+    def _drop(self, live: LiveSession, *, asleep: bool = True) -> None:
+        name = live.record.session
+        _, weight = self._kept.pop(name, (live, 0))
+        self._weight -= weight
+        if asleep:
+            self._by_key.pop(live.record.key_hash, None)
+            if not live.ended:
+                self._asleep[name] = live.record.run, live.interrupted
+        else:
+            self._asleep.pop(name, None)
 
     async def _rebuild(self, session: str) -> LiveSession:
         record = await asyncio.to_thread(self._ledger.session, session)
         run = await self._runs.get(record.run)
         restored = await asyncio.to_thread(restore, self._journal, record, run.renderer)
-        return LiveSession(self._services, record, restored, interrupted=not record.closed)
+        children = [child.session for child in await asyncio.to_thread(self._ledger.children_of, session)]
+        _, interrupted = self._asleep.get(session, (record.run, not record.closed))
+        live = LiveSession(self._services, record, restored, interrupted=interrupted, children=children)
+        self._live[session] = live
+        return live
 
 
 def restore(journal: Journal, record: SessionRecord, renderer: Renderer) -> Session:

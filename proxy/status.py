@@ -55,7 +55,7 @@ def count_turns(journal: Journal, sessions: Iterable[str]) -> tuple[int, int]:
 
 
 class Status:
-    """Answers ``GET /control/runs/{run}`` and ``GET /control/sessions/{id}``."""
+    """Answers ``GET /control/runs/{run}``."""
 
     def __init__(
         self, ledger: Ledger, journal: Journal, runs: Runs, sessions: Sessions, routes: RouteTable, counters: Counters
@@ -90,22 +90,6 @@ class Status:
             "routes": self._routes.describe(name),
         }
 
-    def session(self, session: Session) -> dict[str, Any]:
-        """Turns with their outcomes, and the size of the tree."""
-        tree = session.tree
-        return {
-            "session": session.id,
-            "run": session.run,
-            "sealed": session.sealed,
-            "forks": session.forks(),
-            "turns": [_turn(turn) for turn in session.turns],
-            "tree": {
-                "spans": len(tree.spans),
-                "prompt_tokens": tree.tokens("prompt"),
-                "completion_tokens": tree.tokens("completion"),
-            },
-        }
-
     def _facts(self, name: str) -> dict[str, Any]:
         books = self._ledger.books(name)
         intervals = self._ledger.intervals(name)
@@ -123,6 +107,23 @@ class Status:
     def _evaluations(self, name: str) -> list[dict[str, Any]]:
         streams = sorted(set(self._ledger.streams(name)) - {TRAIN}, key=_age)
         return [{"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in streams]
+
+
+def session_view(session: Session) -> dict[str, Any]:
+    """Turns with their outcomes, and the size of the tree."""
+    tree = session.tree
+    return {
+        "session": session.id,
+        "run": session.run,
+        "sealed": session.sealed,
+        "forks": session.forks(),
+        "turns": [_turn(turn) for turn in session.turns],
+        "tree": {
+            "spans": len(tree.spans),
+            "prompt_tokens": tree.tokens("prompt"),
+            "completion_tokens": tree.tokens("completion"),
+        },
+    }
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

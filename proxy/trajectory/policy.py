@@ -55,7 +55,7 @@ class Policy:
         """With narrower limits from ``now`` on. Raises InvalidRequest for one that is wider than it was."""
         end = None if limits.time_limit_s is None else now + limits.time_limit_s
         changes = {"max_turns": limits.max_turns, "max_session_tokens": limits.max_session_tokens, "expires": end}
-        given = {name: value for name, value in changes.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         for name, value in given.items():
             bound = getattr(self, name)
             if bound is not None and value > bound:

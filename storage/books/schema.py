@@ -251,6 +251,7 @@ sessions = Table(
     Column("forks", BigInteger),
     Column("collected", BigInteger),
     Index("sessions_by_sample", "run", "stream", "ordinal", "sample", "attempt"),
+    Index("sessions_open", "closed", "run", "session"),
     Index("sessions_uncollected", "run", sqlite_where=_UNCOLLECTED, postgresql_where=_UNCOLLECTED),
 )
 

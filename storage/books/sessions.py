@@ -48,10 +48,10 @@ class Sessions(Part):
         return found[0] if found else None
 
     def sessions_of(
-        self, run: str, *, open_only: bool = False, after: str = "", limit: int | None = None
+        self, run: str | None, *, open_only: bool = False, after: str = "", limit: int | None = None
     ) -> Sequence[SessionRecord]:
-        """Sessions of a run by id, at most ``limit`` of those behind ``after``."""
-        condition = (sessions.c.run == run) & (sessions.c.session > after)
+        """Sessions of a run (None: of all) by id, at most ``limit`` of those behind ``after``."""
+        condition = (sessions.c.session > after) & (sa.true() if run is None else sessions.c.run == run)
         return self._sessions(condition & sessions.c.closed.is_(False) if open_only else condition, limit)
 
     def children_of(self, session: str) -> Sequence[SessionRecord]:

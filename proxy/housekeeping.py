@@ -1,0 +1,59 @@
+"""What ends without anybody asking for it: sessions whose time is over, and those that were closed elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import NoReturn
+
+from proxy.samples import SampleDesk
+from proxy.sessions import Sessions
+from storage.errors import SeamlessFlowError
+from storage.ledger import Ledger, SessionRecord
+
+SWEEP_S = 5.0
+TIME_LIMIT = "time_limit"
+"""Cause of samples whose session expired: whoever ran the agent did not end it in time."""
+
+_log = logging.getLogger(__name__)
+
+
+class Housekeeping:
+    """:meth:`run` sweeps until it is cancelled."""
+
+    def __init__(self, ledger: Ledger, sessions: Sessions, samples: SampleDesk) -> None:
+        self._ledger = ledger
+        self._sessions = sessions
+        self._samples = samples
+
+    async def run(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await self.sweep()
+            except SeamlessFlowError as error:
+                _log.error("sessions were not looked through: %s", error)
+
+    async def sweep(self) -> None:
+        """End what has to end; a session that cannot be ended now is tried again by the next sweep."""
+        held = [live.record for live in self._sessions.live() if not live.session.sealed]
+        records = await asyncio.to_thread(self._ledger.sessions_of, None, open_only=True)
+        open_now = {record.session for record in records}
+        now = time.time()
+        for record in [*(record for record in held if record.session not in open_now), *records]:
+            try:
+                await self._look_at(record, open_now, now)
+            except SeamlessFlowError as error:
+                _log.warning("session %s was not ended: %s", record.session, error)
+
+    async def _look_at(self, record: SessionRecord, open_now: set[str], now: float) -> None:
+        expires = record.policy.get("expires")
+        if record.session not in open_now or (record.parent is not None and record.parent not in open_now):
+            await self._sessions.end(record.session)
+        elif expires is not None and now >= expires:
+            if record.key is None:
+                await self._sessions.end(record.session)
+            else:
+                detail = f"the session was not finished within {expires - record.created:.0f} s"
+                await self._samples.fail(record.run, record.session, TIME_LIMIT, detail, retry=False)

@@ -1,0 +1,151 @@
+"""One living session: who it is of, and one answer per turn, which retries find again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+
+from proxy.answering import Answering
+from proxy.dialects.base import TurnRequest
+from proxy.generation import Services, journal_records
+from proxy.ids import new_id
+from proxy.trajectory import replay
+from proxy.trajectory.replay import Entry
+from proxy.trajectory.session import Session
+from proxy.trajectory.turn import Outcome, Turn
+from storage.journal import CLOSED
+from storage.ledger import SessionRecord
+
+_LARGE_REQUEST = 32 * 1024
+"""Bytes of body above which rendering and tokenizing leave the event loop."""
+_TURN_TOKENS = 500
+"""What the records of a turn weigh, in tokens."""
+_KEPT_ANSWERS = 8
+"""Answers of a session that a retry finds as they were told; those of older turns are made from their recording."""
+
+
+class LiveSession:
+    """A session with its running generations. ``record`` says whose it is, ``children`` who works on its behalf.
+
+    ``interrupted``: it was open when an earlier proxy process ended, so its agent may have seen connections break.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        record: SessionRecord,
+        session: Session,
+        *,
+        interrupted: bool = False,
+        children: Sequence[str] = (),
+    ) -> None:
+        self.record = record
+        self.session = session
+        self.interrupted = interrupted
+        self.children = list(children)
+        self.sealing = asyncio.Lock()
+        """Held while the session ends, and by those who must not see that half done."""
+        self._services = services
+        self._answering: dict[int, Answering] = {}
+        self._placing = asyncio.Lock()
+
+    @property
+    def ended(self) -> bool:
+        """Whether its key opens nothing any more."""
+        return self.session.sealed or self.record.closed
+
+    @property
+    def weight(self) -> int:
+        """What it costs to keep, in tokens."""
+        return self.session.tree.size + _TURN_TOKENS * (1 + len(self.session.turns))
+
+    @property
+    def fault(self) -> str:
+        """Why infrastructure failed one of its turns, or empty. Such a session is no evidence of the policy."""
+        for turn, choice in self.session.generations():
+            if choice.infra:
+                return choice.fault
+            if self.interrupted and choice.status == "aborted":
+                return f"the proxy restarted during turn {turn.index}, which was never asked for again"
+        return ""
+
+    def running(self) -> int:
+        """Turns that are being answered."""
+        return sum(not answering.done for answering in self._answering.values())
+
+    def prompt_length(self, request: TurnRequest) -> int:
+        """Tokens that the prompt of ``request`` would have; changes nothing."""
+        return self.session.prompt_length(self.session.place(self.session.resolve(request), time.time()))
+
+    async def request(self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str) -> Answering:
+        """The answer to ``request``: a new one, or for a retry the one it had.
+
+        The caller is attached to it and must detach. Raises RequestError.
+        """
+        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+        async with self._placing:
+            turn = self.session.find_retry(digest, idempotency_key, retried=retried)
+            if turn is not None and not self.session.sealed:
+                return await self._resume(turn)
+            return await self._begin(request, len(body), digest, idempotency_key)
+
+    async def stop(self) -> None:
+        """End all generations; what they made stays and can be continued."""
+        for answering in list(self._answering.values()):
+            answering.stop()
+            await answering.gone()
+
+    async def seal(self) -> Session:
+        """End all generations and close the session in the journal; once only."""
+        async with self.sealing:
+            if not self.session.sealed:
+                await self.stop()
+                self.session.seal()
+                await self._services.journal.append(*journal_records(self.session.id, [Entry(CLOSED, {})]))
+                self._answering.clear()
+        return self.session
+
+    async def _begin(self, request: TurnRequest, size: int, digest: str, key: str) -> Answering:
+        session = self.session
+        now = time.time()
+        request = session.resolve(request)
+        if size > _LARGE_REQUEST:
+            placement = await asyncio.to_thread(session.place, request, now)
+        else:
+            placement = session.place(request, now)
+        used = session.decide(placement, request)
+        turn = session.begin(
+            placement,
+            request,
+            used,
+            generations=[new_id() for _ in range(request.n)],
+            created=int(now),
+            body_digest=digest,
+            idempotency_key=key,
+        )
+        self._services.counters.turns[session.run] += 1
+        self._services.counters.forks[session.run] += turn.outcome is Outcome.FORK
+        records = journal_records(session.id, [replay.turn_entry(turn, placement)])
+        opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
+        return self._attach(Answering(self._services, session, turn, opening))
+
+    async def _resume(self, turn: Turn) -> Answering:
+        """Attach to the turn's answer, which may be running, over, or left when its client went away."""
+        answering = self._answering.get(turn.index)
+        if answering is not None and answering.leaving:
+            await answering.gone()
+        aborted = [choice for choice in turn.choices if choice.status == "aborted"]
+        for choice in aborted:
+            choice.status = "open"
+        if aborted or answering is None:
+            answering = Answering(self._services, self.session, turn)
+        return self._attach(answering)
+
+    def _attach(self, answering: Answering) -> Answering:
+        answering.attach()
+        self._answering[answering.turn.index] = answering
+        for index in [index for index, other in self._answering.items() if other.done][:-_KEPT_ANSWERS]:
+            del self._answering[index]
+        return answering
