@@ -31,8 +31,8 @@ class Ended:
 class CommandAgent:
     """Runs the command once per session; what it prints on stdout is the output, a string.
 
-    It finds the model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` and its task, as JSON, in
-    ``SEAMLESSFLOW_TASK``.
+    It finds the model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, or in the same three of
+    ``ANTHROPIC_``, whose clients add the ``/v1`` themselves, and its task, as JSON, in ``SEAMLESSFLOW_TASK``.
     """
 
     def __init__(self, target: str, code: str | None) -> None:
@@ -45,6 +45,9 @@ class CommandAgent:
             "OPENAI_BASE_URL": llm["base_url"],
             "OPENAI_API_KEY": llm["api_key"],
             "OPENAI_MODEL": llm["model"],
+            "ANTHROPIC_BASE_URL": llm["base_url"].removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": llm["api_key"],
+            "ANTHROPIC_MODEL": llm["model"],
             "SEAMLESSFLOW_TASK": orjson.dumps(payload["task"]).decode(),
         }
         ended = await run_command(self._argv, variables, self._code, b"", limit_s)

@@ -42,6 +42,12 @@ print(json.dumps([os.getcwd(), *(os.environ[name] for name in names)]), end="")
     assert json.loads(task) == {"question": "7+41"}
 
 
+async def test_a_client_of_the_anthropic_api_finds_the_same_model_in_its_own_variables() -> None:
+    names = ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL"]
+    outcome = await run(f"import os; print(*(os.environ[name] for name in {names}), end='')")
+    assert outcome.value == "http://127.0.0.1:9 sfs_x policy"
+
+
 async def test_a_non_zero_exit_is_the_agents_error_with_the_end_of_its_stderr() -> None:
     outcome = await run("import sys; sys.stderr.write('x' * 100_000 + 'the end'); sys.exit(3)")
     assert outcome.status == "error"
