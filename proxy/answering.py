@@ -54,7 +54,7 @@ class Answering:
     @property
     def finished(self) -> bool:
         """Every choice ended by itself."""
-        return all(choice.status == "finished" for choice in self.turn.choices)
+        return self.turn.finished
 
     def attach(self) -> None:
         """A reader comes."""

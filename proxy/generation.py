@@ -9,10 +9,11 @@ the rest of its token budget, until it ends by itself or its deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +89,9 @@ class Generation:
         self._idle = False  # waiting for a route or for time to pass: nothing is lost by a cancellation
         self._builder = session.builder(turn)
         self._task: asyncio.Task[None] | None = None
-        _, deltas = self._builder.feed(choice.recording.ids)
+        _, deltas = self._builder.feed(())
+        for ids in choice.recording.portions():
+            deltas += self._builder.feed(ids)[1]
         if self.done:
             deltas += self._builder.finish(ended=choice.finish_reason != "length")
         else:
@@ -156,17 +159,15 @@ class Generation:
                 _log.warning("generation %s goes on elsewhere: %s", self.choice.generation, problem)
             if time.monotonic() - progress > limit:
                 raise DeadlineError(f"{self._what()} got no token for {limit:g} s (pipeline.hold_limit_s): {problem}")
-            self._idle = True
-            await asyncio.sleep(_PAUSES_S[min(idle, len(_PAUSES_S) - 1)])
-            self._idle = False
+            with self._idly():
+                await asyncio.sleep(_PAUSES_S[min(idle, len(_PAUSES_S) - 1)])
             idle += 1
 
     async def _segment(self, budget: int, deadline: float, problem: str) -> bool:
         """Generate on one engine until it stops; True when the generation is over."""
         what = self._what() + (f" (last problem: {problem})" if problem else "")
-        self._idle = True
-        use = await self._services.routes.acquire(self._session.run, self._session.affinity, deadline, what)
-        self._idle = False
+        with self._idly():
+            use = await self._services.routes.acquire(self._session.run, self._session.affinity, deadline, what)
         failed = False
         try:
             return await self._on_route(use, budget)
@@ -293,10 +294,19 @@ class Generation:
 
     async def _save(self, entries: list[Entry]) -> None:
         if self._opening is not None:
-            opening, self._opening = self._opening, None
-            await opening
+            await self._opening  # if it failed, nothing about the turn may be written
+            self._opening = None
         if entries:
             await self._services.journal.append(*journal_records(self._session.id, entries))
+
+    @contextlib.contextmanager
+    def _idly(self) -> Iterator[None]:
+        """A wait that :meth:`stop` may break off."""
+        self._idle = True
+        try:
+            yield
+        finally:
+            self._idle = False
 
     def _what(self) -> str:
         return f"turn {self.turn.index} of session {self._session.id}"

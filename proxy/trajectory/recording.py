@@ -9,7 +9,8 @@ leaves its tokens unknown until a span list settles them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,8 @@ class Recording:
     tops: dict[int, list[list[float]]] = field(default_factory=dict)
     """Position -> ``[[token, logprob], ...]``, the likeliest tokens there; only if the agent asked for them."""
     segments: list[Segment] = field(default_factory=list)
+    batches: array[int] = field(default_factory=lambda: array("I"))
+    """How many tokens came at a time: told again in the same portions, an answer has the same bytes."""
     conflicts: int = 0
     """Span lists that contradicted an exact mark; their segments' tokens are unknown."""
 
@@ -72,10 +75,19 @@ class Recording:
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probs, {len(versions)} versions")
         self.tops.update(enumerate(tops, len(self.ids)))
+        if ids:
+            self.batches.append(len(ids))
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.versions.extend(versions)
         self.segments[-1].end = len(self.ids)
+
+    def portions(self) -> Iterator[list[int]]:
+        """All ids, as they came."""
+        start = 0
+        for count in self.batches:
+            yield self.ids[start : start + count]
+            start += count
 
     def amend(self, spans: Iterable[Sequence[int | None]]) -> None:
         """Settle the current segment by ``(version, start, end)`` over its own tokens; they may reach past its end."""

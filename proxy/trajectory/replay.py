@@ -81,6 +81,11 @@ def fail_entry(turn: Turn, choice: Choice) -> Entry:
     return Entry("fail", {**_at(turn, choice), "fault": choice.fault, "infra": choice.infra})
 
 
+def left_entry(turn: Turn) -> Entry:
+    """The turn's client went away before it was told the answer, or was told it after all."""
+    return Entry("left", {"turn": turn.index, "choice": 0, "left": turn.left})
+
+
 def _at(turn: Turn, choice: Choice) -> dict[str, Any]:
     return {"turn": turn.index, "choice": choice.index}
 
@@ -143,6 +148,8 @@ def _replay_generation(session: Session, entry: Entry) -> None:
         builder = session.builder(turn)
         builder.feed(recording.ids)
         session.complete(turn, choice, builder, ended=data["ended"])
+    elif entry.kind == "left":
+        turn.left = data["left"]
     elif entry.kind == "fail":
         choice.status, choice.fault, choice.infra = "failed", data["fault"], data["infra"]
     else:

@@ -192,15 +192,21 @@ class Session:
                     self._enter(turn, choice, passable=False)
 
     def find_retry(self, body_digest: str, idempotency_key: str, *, retried: bool) -> Turn | None:
-        """The turn that a repeated request belongs to: same key, or same body and the client says that it retries."""
-        for turn in reversed(self.turns):
-            if any(choice.status == "failed" for choice in turn.choices):
-                continue
-            if idempotency_key and turn.idempotency_key == idempotency_key and turn.body_digest == body_digest:
-                return turn
-            if retried and not idempotency_key and turn.body_digest == body_digest:
-                return turn
-        return None
+        """The turn that a repeated request belongs to: same key, or same body and the client says that it retries.
+
+        Of several such turns (samples that the agent drew by asking again) it is the latest that waits for its client.
+        """
+        if not (retried or idempotency_key):
+            return None
+        known = [
+            turn
+            for turn in self.turns
+            if turn.body_digest == body_digest
+            and (turn.idempotency_key == idempotency_key or not idempotency_key)
+            and not any(choice.status == "failed" for choice in turn.choices)
+        ]
+        waiting = [turn for turn in known if turn.left or any(choice.status == "aborted" for choice in turn.choices)]
+        return next(reversed(waiting or known), None)
 
     def messages(self, turn: Turn) -> tuple[Message, ...]:
         """All messages of the turn's request."""
@@ -218,17 +224,18 @@ class Session:
                 yield turn, choice
 
     def unused(self) -> set[str]:
-        """Generations whose request was made again, word for word, and whose agent went on from another answer.
+        """Generations that their agent never saw, or whose request it made again, word for word, to use that answer.
 
-        That is what a client leaves behind that gave up and asked anew without saying so. If it went on from none,
-        the newest counts.
+        That is what a client leaves behind that gave up and asked anew without saying so. If it went on from none
+        of its answers, the newest counts.
         """
         asked_for: dict[bytes, list[Turn]] = {}
         for turn in self.turns:
             asked_for.setdefault(turn.digest or bytes(turn.body_digest, "ascii"), []).append(turn)
         found: set[str] = set()
         for turns in asked_for.values():
-            used = [turn for turn in turns if any(choice.continued for choice in turn.choices)] or turns[-1:]
+            told = [turn for turn in turns if turn.finished and not turn.left]
+            used = [turn for turn in turns if any(choice.continued for choice in turn.choices)] or told[-1:]
             found |= {choice.generation for turn in turns if turn not in used for choice in turn.choices}
         return found
 

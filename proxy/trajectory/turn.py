@@ -97,8 +97,15 @@ class Turn:
     prompt_tokens: int = 0
     digest: bytes = b""
     """Of the whole request: tools and messages."""
+    left: bool = False
+    """Its client went away before the answer was told; a retry may yet come for it."""
 
     @property
     def generation(self) -> str:
         """Of the first choice: the answer's id."""
         return self.choices[0].generation
+
+    @property
+    def finished(self) -> bool:
+        """Every choice ended by itself."""
+        return all(choice.status == "finished" for choice in self.choices)

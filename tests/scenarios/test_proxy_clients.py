@@ -166,9 +166,7 @@ async def test_78_the_token_limit_is_the_smaller_one_asked_or_the_room_that_is_l
     [
         ("presence_penalty", 0.5),
         ("frequency_penalty", 1),
-        ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
-        ("top_logprobs", 3),
         ("store", True),
         ("best_of", 2),
     ],
