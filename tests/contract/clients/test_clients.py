@@ -122,7 +122,11 @@ CLIENTS = (
         ),
     ),
     Client("smolagents", "smolagents_agent.py", (TALK, FORCED, CODE)),
-    Client("mini-swe-agent", "mini_swe.py", (BLOCKS, *of(BASH, "tool", "responses", "anthropic"))),
+    Client(
+        "mini-swe-agent",
+        "mini_swe.py",
+        (BLOCKS, *of(BASH, "tool", "responses", "anthropic"), *of(TALK, "litellm_chat", "litellm_anthropic")),
+    ),
     Client(
         "openai-agents",
         "agents_sdk.py",

@@ -1,6 +1,6 @@
 """mini-swe-agent in the current folder: ``mini_swe.py '[[SCENARIO, [PROMPT]], ...]'``; a scenario is a function below.
 
-Its models do not stream.
+Its models do not stream; litellm below them can, and does so by itself in two more scenarios.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import litellm
 import yaml
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import builtin_config_dir
@@ -46,6 +47,26 @@ def anthropic(prompts: list[str]) -> list[str]:
 def responses(prompts: list[str]) -> list[str]:
     """The tool, through the Responses API."""
     return run("openai/any", "mini.yaml", prompts[0], model_class="litellm_response")
+
+
+def talk(name: str, prompts: list[str]) -> list[str]:
+    messages: list[Any] = []
+    answers = []
+    for prompt in prompts:
+        messages.append({"role": "user", "content": prompt})
+        chunks = list(litellm.completion(model=name, messages=messages, stream=True, max_tokens=200, max_retries=0))
+        message = litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
+        messages.append(message.model_dump())
+        answers.append(message.content)
+    return answers
+
+
+def litellm_chat(prompts: list[str]) -> list[str]:
+    return talk("openai/any", prompts)
+
+
+def litellm_anthropic(prompts: list[str]) -> list[str]:
+    return talk("anthropic/any", prompts)
 
 
 if __name__ == "__main__":
