@@ -33,6 +33,7 @@ class Answering:
         self.leaving = False
         """The last reader went away; it ends as soon as the engines let go."""
         self._readers = 0
+        self._told = False
         self._open = len(turn.choices)
         self._news = asyncio.Event()
         self._generations: list[Generation] = []
@@ -60,9 +61,15 @@ class Answering:
         """A reader comes."""
         self._readers += 1
 
-    def detach(self) -> None:
-        """A reader goes; without readers the engines are told to stop, what they made stays."""
+    @property
+    def left(self) -> bool:
+        """All readers went away, none of them with the whole answer."""
+        return self._readers == 0 and not self._told
+
+    def detach(self, *, told: bool) -> None:
+        """A reader goes; ``told``: with the whole answer. Without readers the engines are told to stop."""
         self._readers -= 1
+        self._told = self._told or told
         if self._readers == 0:
             self.stop()
 

@@ -99,7 +99,7 @@ class AgentApp:
             return
         if endpoint in COUNTERS:
             counter = COUNTERS[endpoint]
-            length = await asyncio.to_thread(live.prompt_length, counter.parse_count(body))
+            length = await live.prompt_length(counter.parse_count(body))
             await _reply(send, 200, [_JSON], counter.count(length))
             return
         await self._answer(receive, send, live, DIALECTS[endpoint], body, headers)
@@ -123,12 +123,14 @@ class AgentApp:
         gone = asyncio.create_task(_disconnected(receive))
         answer = _Answer(live, request, answering, dialect, send)
         writing = asyncio.create_task(answer.stream() if request.stream else answer.whole())
+        told = False
         try:
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
+            told = writing.done()
+            if told:
                 await writing
         finally:
-            answering.detach()
+            await live.part(answering, told=told)
             for task in (writing, gone):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken):
@@ -157,17 +159,17 @@ class _Answer:
         self._told = [0] * len(turn.choices)
 
     async def whole(self) -> None:
-        answering, waited = self._answering, 0.0
-        started = False
+        answering, started = self._answering, False
+        loop = asyncio.get_running_loop()
+        due = loop.time() + WHOLE_KEEP_ALIVE_S
         while not answering.done:
-            if await answering.news(len(answering.events), KEEP_ALIVE_S):
+            if await answering.news(len(answering.events), max(due - loop.time(), 0)):
                 continue
-            waited += KEEP_ALIVE_S
-            if waited >= WHOLE_KEEP_ALIVE_S:
-                if not started:
-                    await self._send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
-                    started = True
-                await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
+            if not started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
+                started = True
+            await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
+            due = loop.time() + KEEP_ALIVE_S
         try:
             self._raise_failure()
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from proxy.trajectory import replay
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
 from proxy.trajectory.turn import Outcome, Turn
+from storage.errors import SeamlessFlowError, StorageError
 from storage.journal import CLOSED
 from storage.ledger import SessionRecord
 
@@ -24,6 +26,8 @@ _TURN_TOKENS = 500
 """What the records of a turn weigh, in tokens."""
 _KEPT_ANSWERS = 8
 """Answers of a session that a retry finds as they were told; those of older turns are made from their recording."""
+
+_log = logging.getLogger(__name__)
 
 
 class LiveSession:
@@ -50,6 +54,8 @@ class LiveSession:
         self._services = services
         self._answering: dict[int, Answering] = {}
         self._placing = asyncio.Lock()
+        self._opening: asyncio.Task[None] | None = None
+        """The append of the latest turn."""
 
     @property
     def ended(self) -> bool:
@@ -75,14 +81,17 @@ class LiveSession:
         """Turns that are being answered."""
         return sum(not answering.done for answering in self._answering.values())
 
-    def prompt_length(self, request: TurnRequest) -> int:
+    async def prompt_length(self, request: TurnRequest) -> int:
         """Tokens that the prompt of ``request`` would have; changes nothing."""
-        return self.session.prompt_length(self.session.place(self.session.resolve(request), time.time()))
+        session = self.session
+        async with self._placing:
+            placement = await asyncio.to_thread(session.place, session.resolve(request), time.time())
+            return session.prompt_length(placement)
 
     async def request(self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str) -> Answering:
         """The answer to ``request``: a new one, or for a retry the one it had.
 
-        The caller is attached to it and must detach. Raises RequestError.
+        The caller is attached to it until it calls :meth:`part`. Raises RequestError.
         """
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         async with self._placing:
@@ -90,6 +99,15 @@ class LiveSession:
             if turn is not None and not self.session.sealed:
                 return await self._resume(turn)
             return await self._begin(request, len(body), digest, idempotency_key)
+
+    async def part(self, answering: Answering, *, told: bool) -> None:
+        """A reader of an answer goes; ``told``: after all of it was written to its client."""
+        answering.detach(told=told)
+        if answering.left and not self.session.sealed:
+            try:
+                await self._mark_left(answering.turn, True)
+            except SeamlessFlowError as error:
+                _log.error("session %s: the journal does not know that a client left: %s", self.session.id, error)
 
     async def stop(self) -> None:
         """End all generations; what they made stays and can be continued."""
@@ -99,7 +117,7 @@ class LiveSession:
 
     async def seal(self) -> Session:
         """End all generations and close the session in the journal; once only."""
-        async with self.sealing:
+        async with self.sealing, self._placing:
             if not self.session.sealed:
                 await self.stop()
                 self.session.seal()
@@ -109,6 +127,7 @@ class LiveSession:
 
     async def _begin(self, request: TurnRequest, size: int, digest: str, key: str) -> Answering:
         session = self.session
+        await self._check_journal()
         now = time.time()
         request = session.resolve(request)
         if size > _LARGE_REQUEST:
@@ -128,20 +147,34 @@ class LiveSession:
         self._services.counters.turns[session.run] += 1
         self._services.counters.forks[session.run] += turn.outcome is Outcome.FORK
         records = journal_records(session.id, [replay.turn_entry(turn, placement)])
-        opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
-        return self._attach(Answering(self._services, session, turn, opening))
+        self._opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
+        return self._attach(Answering(self._services, session, turn, self._opening))
 
     async def _resume(self, turn: Turn) -> Answering:
         """Attach to the turn's answer, which may be running, over, or left when its client went away."""
         answering = self._answering.get(turn.index)
         if answering is not None and answering.leaving:
             await answering.gone()
+        if turn.left:
+            await self._mark_left(turn, False)
         aborted = [choice for choice in turn.choices if choice.status == "aborted"]
         for choice in aborted:
             choice.status = "open"
         if aborted or answering is None:
             answering = Answering(self._services, self.session, turn)
         return self._attach(answering)
+
+    async def _check_journal(self) -> None:
+        """Raises StorageError if the latest turn is not in the journal: nothing of this session may follow it there."""
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
+            if self._opening.exception() is not None:
+                raise StorageError(f"session {self.session.id} has a turn that is not in the journal")
+
+    async def _mark_left(self, turn: Turn, left: bool) -> None:
+        turn.left = left
+        await self._check_journal()
+        await self._services.journal.append(*journal_records(self.session.id, [replay.left_entry(turn)]))
 
     def _attach(self, answering: Answering) -> Answering:
         answering.attach()
