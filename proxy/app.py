@@ -23,7 +23,14 @@ from proxy.dialects.responses import ResponsesDialect
 from proxy.live_session import LiveSession
 from proxy.sessions import Sessions
 from proxy.trajectory.turn import Choice
-from storage.errors import AuthenticationFailed, InvalidRequest, NotFoundError, SeamlessFlowError, SessionClosed
+from storage.errors import (
+    AuthenticationFailed,
+    InvalidRequest,
+    NotFoundError,
+    RequestTooLarge,
+    SeamlessFlowError,
+    SessionClosed,
+)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -188,17 +195,17 @@ class _Answer:
         seen, started = 0, False
         while not (answering.done and seen == len(answering.events)):
             if not await answering.news(seen, KEEP_ALIVE_S):
-                data = self._dialect.keep_alive
+                data = self._dialect.keep_alive if started else writer.opening() + self._dialect.keep_alive
             elif answering.done and not started and not answering.finished:
                 break
             else:
                 events = answering.events[seen:]
                 seen += len(events)
-                data = b"".join([self._written(writer, event) for event in events])
+                start = b"" if started else writer.opening()
+                data = start + b"".join([self._written(writer, event) for event in events])
             if not started:
                 started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-                data = writer.opening() + data
             if data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
         if not started:

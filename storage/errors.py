@@ -16,6 +16,7 @@
     │   ├── InvalidRequest          a field has a wrong value
     │   ├── UnsupportedParameter    a parameter that the proxy does not support: refused, never ignored
     │   ├── ContextLengthExceeded   the prompt does not fit
+    │   ├── RequestTooLarge         the body is longer than the proxy reads
     │   ├── LimitReached            the session has used its turns, tokens or time
     │   ├── PreviousResponseNotFound  the answer to go on from is unknown or was not stored
     │   ├── AuthenticationFailed    no key, an unknown key, or a key of another session
@@ -106,6 +107,10 @@ class ContextLengthExceeded(RequestError):
         super().__init__(message, param=param)
         self.tokens = tokens
         self.limit = limit
+
+
+class RequestTooLarge(RequestError):
+    """The body is longer than the proxy reads."""
 
 
 class LimitReached(RequestError):

@@ -7,17 +7,15 @@ the order of the calls they answer, because canonical calls have no ids.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from proxy.dialects import fields
-from proxy.trajectory.canonical import Message, ToolCall
+from proxy.trajectory.canonical import Message, ToolCall, without_billing
 from storage.errors import InvalidRequest, UnsupportedParameter
 
-_BILLING = re.compile(r"(?m)^x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 """A line that Claude Code puts into its system prompt, different in every request and meant for no model."""
 
 _TOOL_READ = ("type", "name", "description", "input_schema", "cache_control", "eager_input_streaming")
@@ -105,7 +103,7 @@ def _system(content: Any, where: str) -> Iterator[Message]:
     if content is None:
         return
     texts = [content] if isinstance(content, str) else [text for _, text in _blocks(content, where, {"text": _text})]
-    text = "".join(_BILLING.sub("", text) for text in texts)
+    text = "".join(without_billing(text) for text in texts)
     if text:
         yield Message("system", text)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from proxy.trajectory.canonical import Message, ToolCall
+from proxy.trajectory.canonical import Message, ToolCall, without_billing
 from storage.errors import InvalidRequest, UnsupportedParameter
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -16,7 +16,26 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     """``messages`` of a request: unknown keys (clients add their own) are left out, unknown content is refused."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
-    return tuple(_message(entry, f"messages[{index}]") for index, entry in enumerate(value))
+    messages = [_message(entry, f"messages[{index}]") for index, entry in enumerate(value)]
+    if any(message.role == "tool" for message in messages):
+        messages = _in_call_order(messages, value)
+    return tuple(messages)
+
+
+def _in_call_order(messages: list[Message], entries: list[dict[str, Any]]) -> list[Message]:
+    """Results of parallel calls in the order of the calls: the canonical form has no ids to match them by."""
+    ordered: list[Message] = []
+    results: list[tuple[int, Message]] = []
+    calls: list[Any] = []
+    for message, entry in zip(messages, entries, strict=True):
+        if message.role == "tool":
+            answered = entry.get("tool_call_id")
+            results.append((calls.index(answered) if answered in calls else len(calls), message))
+            continue
+        ordered += [result for _, result in sorted(results, key=lambda found: found[0])]
+        results, calls = [], [call.get("id") for call in entry.get("tool_calls") or ()]
+        ordered.append(message)
+    return ordered + [result for _, result in sorted(results, key=lambda found: found[0])]
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
@@ -45,10 +64,12 @@ def _message(entry: Any, where: str) -> Message:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role")
     if entry.get("function_call"):
         raise UnsupportedParameter(f"{where}.function_call is not supported: use tool_calls", param=where)
+    content = _text(entry.get("content"), f"{where}.content")
+    if role in ("system", "developer"):
+        role, content = "system", without_billing(content)  # chat templates know one role for instructions
     return Message(
-        # Chat templates know one role for instructions.
-        "system" if role == "developer" else role,
-        _text(entry.get("content"), f"{where}.content"),
+        role,
+        content,
         _reasoning(entry, where),
         _calls(entry.get("tool_calls"), f"{where}.tool_calls"),
         entry["name"] if isinstance(entry.get("name"), str) else "",

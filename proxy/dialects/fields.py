@@ -9,6 +9,9 @@ import orjson
 
 from storage import errors
 
+_DEPTH = 200
+"""Nesting that orjson can write back; what it reads may be deeper."""
+
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The request body; raises InvalidRequest unless it is a JSON object."""
@@ -18,6 +21,11 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise errors.InvalidRequest(f"the request body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise errors.InvalidRequest("the request body must be a JSON object")
+    if body.count(b"{") + body.count(b"[") > _DEPTH:  # only then may it be nested too deeply to be written again
+        try:
+            orjson.dumps(data)
+        except orjson.JSONEncodeError:
+            raise errors.InvalidRequest("the request body is nested too deeply") from None
     return data
 
 
@@ -103,6 +111,7 @@ CLASSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.ContextLengthExceeded, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.UnsupportedParameter, 400, "invalid_request_error", "unsupported_parameter"),
     (errors.PreviousResponseNotFound, 404, "invalid_request_error", "previous_response_not_found"),
+    (errors.RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (errors.LimitReached, 400, "invalid_request_error", "session_limit"),
     (errors.AuthenticationFailed, 401, "invalid_request_error", "invalid_api_key"),
     (errors.SessionClosed, 403, "invalid_request_error", "session_closed"),

@@ -10,6 +10,7 @@ with equal canonical forms have equal prompts.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,6 +85,14 @@ class Message:
     def from_json(cls, data: dict[str, Any]) -> Message:
         calls = tuple(ToolCall(name, arguments) for name, arguments in data.get("tool_calls", ()))
         return cls(data["role"], data["content"], data.get("reasoning", ""), calls, data.get("name", ""))
+
+
+_BILLING = re.compile(r"(?m)^x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
+
+
+def without_billing(text: str) -> str:
+    """System text without the line that Claude Code changes from request to request: it would make each a new root."""
+    return _BILLING.sub("", text) if "x-anthropic-billing-header:" in text else text
 
 
 def parsed_arguments(text: str) -> Any:
