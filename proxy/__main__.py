@@ -19,7 +19,7 @@ from proxy.app import AgentApp, App
 from proxy.control import control_app
 from proxy.service import Service
 from storage.errors import ConfigError, SeamlessFlowError
-from storage.journal import Journal
+from storage.journal import open_journal
 from storage.ledger import Ledger, Route
 from storage.objects import ObjectStore
 from workers.cluster import StateFolder
@@ -55,7 +55,7 @@ async def serving(state: StateFolder) -> AsyncIterator[App]:
     """The whole application of one proxy process over ``state``."""
     cluster, secrets = state.cluster(), state.secrets()
     ledger = Ledger(cluster.ledger_url, durability=cluster.durability)
-    journal = Journal(cluster.journal_url, cluster.durability)
+    journal = open_journal(cluster.journal_url, cluster.durability)
     service = Service(ledger, journal, ObjectStore.from_state(state), make_engine, base_url=cluster.proxy)
     await service.start()
     try:

@@ -29,7 +29,7 @@ from proxy.control import control_app
 from proxy.routes import EngineFactory
 from proxy.service import Service
 from storage.errors import DeadlineError, NotFoundError
-from storage.journal import Journal
+from storage.journal import open_journal
 from storage.ledger import Ledger, Route
 from workers.engines.base import Engine
 from workers.engines.sglang import SglangEngine
@@ -121,7 +121,7 @@ class ProxyServer:
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._ledger = Ledger(f"sqlite:///{self._folder / 'ledger.db'}")
-        self._journal = Journal(f"sqlite:///{self._folder / 'journal.db'}")
+        self._journal = open_journal(f"sqlite:///{self._folder / 'journal.db'}")
         self.service = Service(self._ledger, self._journal, self.store, self._make_engine, base_url=self.url)
         await self.service.start()
         app = AgentApp(self.service.sessions, control_app(self.service, CONTROL_KEY))

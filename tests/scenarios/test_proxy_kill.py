@@ -15,7 +15,7 @@ import pytest
 
 from proxy.client import ControlClient
 from proxy.testing import write_toy_model
-from storage.journal import Journal
+from storage.journal import open_journal
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 from workers.engines.script import hash_play
 from workers.engines.scripted import ScriptedEngine
@@ -85,7 +85,7 @@ async def test_a_killed_proxy_loses_no_token_and_the_retry_continues_the_answer(
                     assert [segment["number"] for segment in turn["segments"]] == [0, 1]
                     assert (await control.routes())[0]["lease"] == "a"
                 assert second.returncode == 0
-    journal = Journal(state.cluster().journal_url)
+    journal = open_journal(state.cluster().journal_url)
     recorded = [token for row in journal.read(sample.session) if row.kind == "tokens" for token in row.ids]
     journal.close()
     assert tuple(recorded) == hash_play(engine.requests[0], 259).ids

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from storage.journal import Journal, JournalRecord
+from storage.journal import JournalRecord, open_journal
 from storage.ledger import TRAIN, Ledger, State
 
 JOURNAL_WRITER = """
 import asyncio, sys
 import numpy as np
-from storage.journal import Journal, JournalRecord
+from storage.journal import JournalRecord, open_journal
 
 async def stream(journal, name):
     for n in range(1_000_000):
@@ -25,7 +25,7 @@ async def stream(journal, name):
         print(name, n, flush=True)
 
 async def main():
-    journal = Journal(sys.argv[1])
+    journal = open_journal(sys.argv[1])
     await asyncio.gather(*(stream(journal, f"s{i}") for i in range(8)))
 
 asyncio.run(main())
@@ -67,7 +67,7 @@ def test_every_acknowledged_record_survives_the_kill_of_the_journal(tmp_path: Pa
     for line in lines_until_kill(start(JOURNAL_WRITER, url), killed_after):
         session, n = line.split()
         acknowledged[session] = int(n)
-    journal = Journal(url)
+    journal = open_journal(url)
     assert acknowledged
     for session, last in acknowledged.items():
         records = journal.read(session)

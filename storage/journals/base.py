@@ -1,0 +1,206 @@
+"""What the journal is, whatever database it lies in: records, appends, owners."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from storage.errors import FencedError, StorageError
+from storage.group_commit import DEADLINE_S, Commit, GroupCommit
+
+CLOSED = "closed"
+"""Kind of the record that ends a session."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class JournalRecord:
+    """One fact about a session, e.g. a chunk of sampled tokens.
+
+    ``ids`` is int32[n]; ``logprobs`` is float32[n] for sampled tokens, None for others (a prompt). ``data`` is JSON.
+    """
+
+    session: str
+    kind: str
+    data: dict[str, Any]
+    ids: npt.NDArray[np.int32] | None = None
+    logprobs: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """``ids`` counts every token in the journal, ``sampled`` those with a log-prob."""
+
+    ids: int = 0
+    sampled: int = 0
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What :meth:`Journal.delete` took away. ``tokens`` are those of each session that was ever appended."""
+
+    rows: int = 0
+    bytes: int = 0
+    tokens: Mapping[str, TokenCounts] = field(default_factory=dict)
+
+
+class Row(NamedTuple):
+    """A record as the databases hold it."""
+
+    session: str
+    kind: str
+    n_ids: int
+    n_sampled: int
+    data: bytes
+    ids: bytes | None
+    logprobs: bytes | None
+
+
+@dataclass(slots=True)
+class Append:
+    """Rows to write, if the session is still at ``epoch`` (None: whoever owns it)."""
+
+    rows: Sequence[Row]
+    epoch: int | None = None
+
+
+@dataclass(slots=True)
+class Take:
+    """A new owner; ``epoch`` is filled in by the commit."""
+
+    session: str
+    owner: str
+    epoch: int = 0
+
+
+@dataclass(slots=True)
+class Delete:
+    """A session whose records go; ``removed`` is filled in by the commit."""
+
+    session: str
+    removed: Removed = field(default_factory=Removed)
+
+
+@dataclass(slots=True)
+class Tidy:
+    """Housekeeping that must not run beside a commit."""
+
+
+Work = Append | Take | Delete | Tidy
+"""What one call wants in one transaction."""
+
+
+class Journal(ABC):
+    """An append-only record of every token, committed before an agent sees it (I3).
+
+    Sessions can have owners. A proxy that takes a session gets an epoch for it and gives that with every append;
+    once another proxy has taken the session, such an append is refused, so what the new owner reads is complete.
+    """
+
+    def __init__(self, name: str, commit: Commit[Work], quick: Commit[Work] | None) -> None:
+        self.name = name
+        self._writer = GroupCommit[Work](name, commit, quick)
+
+    async def append(self, *records: JournalRecord, epoch: int | None = None, deadline_s: float = DEADLINE_S) -> None:
+        """Returns when the records are committed: all in one transaction, in order, after all earlier appends.
+
+        With ``epoch`` they are of one session that :meth:`take` gave this epoch for.
+
+        Raises:
+            FencedError: the session was taken by another owner since; none of them is in the journal.
+            StorageError: they are not in the journal (disk full, ...), none of them.
+            DeadlineError: ``deadline_s`` went by; they may get there yet.
+        """
+        rows = [_encode(record) for record in records]
+        size = 0
+        for row in rows:
+            size += len(row.data) + 4 * (row.n_ids + row.n_sampled)
+        if epoch is not None and any(row.session != rows[0].session for row in rows):
+            raise StorageError(f"{self.name}: an epoch is of one session, these records are of several")
+        await self._writer.submit(Append(rows, epoch), size, deadline_s=deadline_s)
+
+    async def take(self, session: str, owner: str) -> int:
+        """Make ``owner`` the session's owner, known to the journal or not; returns its epoch, higher than all before.
+
+        No append with an older epoch is committed after this returned.
+        """
+        work = Take(session, owner)
+        await self._writer.submit(work, 0)
+        return work.epoch
+
+    async def delete(self, *sessions: str) -> Removed:
+        """Remove all records of sessions; their token counts stay.
+
+        Sessions that are unknown, or were removed before, change nothing.
+        """
+        works = [Delete(session) for session in sessions]
+        for work in works:
+            # Each alone: other appends need not wait for all of them.
+            await self._writer.submit(work, 0, slow=True)
+        tokens: dict[str, TokenCounts] = {}
+        for work in works:
+            tokens.update(work.removed.tokens)
+        return Removed(sum(work.removed.rows for work in works), sum(work.removed.bytes for work in works), tokens)
+
+    @abstractmethod
+    def read(self, session: str) -> list[JournalRecord]:
+        """Committed records of a session in order; empty for an unknown session. Blocks: call it in a thread."""
+
+    @abstractmethod
+    def open_sessions(self) -> list[str]:
+        """Sessions without a ``closed`` record, in the order they began. Blocks."""
+
+    @abstractmethod
+    def owner(self, session: str) -> tuple[str, int] | None:
+        """Who took the session last, with the epoch; None: nobody. Blocks."""
+
+    @abstractmethod
+    def tokens(self) -> TokenCounts:
+        """Tokens that were ever appended. Blocks while it asks a server."""
+
+    @abstractmethod
+    def tokens_by_session(self) -> dict[str, TokenCounts]:
+        """Tokens that were ever appended to each session. Reads everything: for audits."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Commit what was appended and close. Blocks."""
+
+
+def fenced(session: str, epoch: int | None) -> FencedError:
+    """The error of an append that came too late."""
+    return FencedError(f"session {session} was taken by another proxy: epoch {epoch} may not write to it any more")
+
+
+def record(session: str, kind: str, data: bytes, ids: bytes | None, logprobs: bytes | None) -> JournalRecord:
+    """A record as it was appended."""
+    return JournalRecord(session, kind, orjson.loads(data), _array(ids, np.int32), _array(logprobs, np.float32))
+
+
+def _encode(record: JournalRecord) -> Row:
+    ids, logprobs = record.ids, record.logprobs
+    if ids is not None and ids.dtype != np.int32:
+        raise StorageError(f"journal record {record.kind!r} of {record.session}: ids are {ids.dtype}, must be int32")
+    if logprobs is not None and (ids is None or logprobs.dtype != np.float32 or logprobs.shape != ids.shape):
+        raise StorageError(
+            f"journal record {record.kind!r} of {record.session}: log-probs are {logprobs.dtype}{logprobs.shape}, "
+            f"must be float32, one for each id"
+        )
+    return Row(
+        record.session,
+        record.kind,
+        0 if ids is None else len(ids),
+        0 if logprobs is None else len(logprobs),
+        orjson.dumps(record.data),
+        None if ids is None else ids.tobytes(),
+        None if logprobs is None else logprobs.tobytes(),
+    )
+
+
+def _array(data: bytes | None, dtype: Any) -> npt.NDArray[Any] | None:
+    return None if data is None else np.frombuffer(data, dtype=dtype)
