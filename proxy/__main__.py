@@ -15,7 +15,8 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from proxy.app import AgentApp, App
+from proxy.app import AgentApp
+from proxy.asgi import App
 from proxy.control import control_app
 from proxy.service import Service
 from storage.errors import ConfigError, SeamlessFlowError

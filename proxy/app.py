@@ -9,40 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import orjson
 
 from proxy.answering import Answering, Event
+from proxy.asgi import App, Receive, Scope, Send, disconnected, read_body, reply
 from proxy.dialects.anthropic import AnthropicDialect
 from proxy.dialects.base import AnswerHead, ChoiceAnswer, Dialect, StreamWriter, TokenInfo, TurnRequest
 from proxy.dialects.chat import ChatDialect
 from proxy.dialects.completions import CompletionsDialect
 from proxy.dialects.responses import ResponsesDialect
 from proxy.live_session import LiveSession
+from proxy.peers import Elsewhere
 from proxy.sessions import Sessions
 from proxy.trajectory.turn import Choice
 from storage.errors import (
     AuthenticationFailed,
     InvalidRequest,
     NotFoundError,
-    RequestTooLarge,
     SeamlessFlowError,
     SessionClosed,
 )
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Headers = dict[bytes, bytes]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEEP_ALIVE_S = 15.0
 """A stream that has nothing to say for so long gets a comment."""
-MAX_BODY = 64 * 1024 * 1024
-"""Longest request body in bytes."""
 
 WHOLE_KEEP_ALIVE_S = 240.0
 """An answer that is sent whole and is not there after so long is kept open with white space; its status is then
@@ -85,7 +78,7 @@ class AgentApp:
             await self._serve(scope, receive, send, session, endpoint)
         except SeamlessFlowError as error:
             await _reply_error(send, dialect, error)
-        except _Broken:
+        except (_Broken, Elsewhere):
             raise
         except Exception as error:  # noqa: BLE001  # a defect of ours gets the dialect's error shape, and the log
             _log.exception("%s %s", scope["method"], path)
@@ -95,19 +88,19 @@ class AgentApp:
         headers = _headers(scope)
         live = await self._sessions.authenticate(session, _key(headers))
         if endpoint.startswith("/models") and scope["method"] == "GET":
-            await _reply(send, 200, [_JSON], _models(live.session.policy.model, endpoint))
+            await reply(send, 200, [_JSON], _models(live.session.policy.model, endpoint))
             return
         if endpoint not in DIALECTS and endpoint not in COUNTERS:
             raise NotFoundError(f"{scope['path']} is not served here: only {', '.join('/v1' + p for p in DIALECTS)}")
         if scope["method"] != "POST":
             raise InvalidRequest(f"{scope['method']} {scope['path']}: only POST is allowed")
-        body = await _body(receive)
+        body = await read_body(receive)
         if body is None:
             return
         if endpoint in COUNTERS:
             counter = COUNTERS[endpoint]
             length = await live.prompt_length(counter.parse_count(body))
-            await _reply(send, 200, [_JSON], counter.count(length))
+            await reply(send, 200, [_JSON], counter.count(length))
             return
         await self._answer(receive, send, live, DIALECTS[endpoint], body, headers)
 
@@ -127,7 +120,7 @@ class AgentApp:
             retried=_retries(headers) > 0,
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
         )
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(disconnected(receive))
         answer = _Answer(live, request, answering, dialect, send)
         writing = asyncio.create_task(answer.stream() if request.stream else answer.whole())
         told = False
@@ -187,7 +180,7 @@ class _Answer:
         if started:
             await self._send({"type": "http.response.body", "body": body})
         else:
-            await _reply(self._send, 200, [_JSON], body)
+            await reply(self._send, 200, [_JSON], body)
 
     async def stream(self) -> None:
         """Headers wait for the first event, so that an early failure gets its status; keep-alives may force them."""
@@ -293,28 +286,6 @@ def _retries(headers: Headers) -> int:
     return int(value) if value.isdigit() else 0
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """The whole body; None if the client went away."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        part = message.get("body", b"")
-        size += len(part)
-        if size > MAX_BODY:
-            raise RequestTooLarge(f"the request body is longer than {MAX_BODY} bytes")
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _models(name: str, endpoint: str) -> bytes:
     """The list, or the one model; fields of both vendors, each of which reads its own."""
     model = {
@@ -331,12 +302,6 @@ def _models(name: str, endpoint: str) -> bytes:
     return orjson.dumps(model)
 
 
-async def _reply(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body})
-
-
 async def _reply_error(send: Send, dialect: Dialect, error: Exception) -> None:
-    reply = dialect.error(error)
-    await _reply(send, reply.status, [_JSON, _FINAL], reply.body)
+    told = dialect.error(error)
+    await reply(send, told.status, [_JSON, _FINAL], told.body)

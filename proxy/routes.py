@@ -9,13 +9,15 @@ also cuts what runs.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from proxy.meter import BusyMeter
-from storage.errors import DeadlineError, FencedError
+from storage.errors import DeadlineError
 from storage.ledger import Ledger, Route
 from workers.engines.base import Engine
 
@@ -59,45 +61,60 @@ class RouteUse:
 
 
 class RouteTable:
-    """See the module. ``make_engine`` builds the adapter for a route."""
+    """See the module. ``make_engine`` builds the adapter for a route.
+
+    Where several proxies share the ledger, ``spread`` makes a change known to the others and returns when it is in
+    force there; and nothing starts, or goes on, after ``lease_until`` (monotonic time), since a change may be in force
+    without this proxy by then.
+    """
 
     def __init__(self, ledger: Ledger, make_engine: EngineFactory, meter: BusyMeter) -> None:
+        self.lease_until = math.inf
+        self.spread: Callable[[int], Awaitable[None]] | None = None
         self._ledger = ledger
         self._make_engine = make_engine
         self._meter = meter
+        self._generation = 0
         self._entries: dict[str, _Entry] = {}
+        self._draining: dict[_Entry, int] = {}
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
 
+    @property
+    def in_force(self) -> int:
+        """The newest generation of the ledger's routes that is in force here, with all before it."""
+        return min((generation - 1 for generation in self._draining.values()), default=self._generation)
+
     async def load(self) -> None:
-        """Take over what the ledger has; called once at start."""
-        for route in await asyncio.to_thread(self._ledger.routes):
-            self._entries[route.lease] = _Entry(route, self._make_engine(route))
-        self._announce()
+        """Act on what the ledger has; returns when that is in force here.
+
+        Raises DeadlineError if generations do not let go of a route that was closed.
+        """
+        async with self._writing:
+            leaving = await self._load()
+        await self._drained(leaving)
 
     async def put(self, route: Route) -> None:
-        """Set a route; returns when it is in force here, for a closed one when nothing runs on it any more.
+        """Set a route; returns when it is in force, for a closed one when nothing runs on it any more.
 
         Raises FencedError for an epoch out of date, DeadlineError if generations do not let go.
         """
-        async with self._writing:
-            await asyncio.to_thread(self._ledger.put_route, route)
-            leaving = self._replace(route)
-            self._announce()
-        await self._drained(leaving)
-        for entry in leaving:
-            if self._entries.get(entry.route.lease) is not entry:
-                await entry.engine.close()
+        await self._change(partial(self._ledger.put_route, route))
 
     async def delete(self, lease: str, epoch: int) -> None:
         """Close and forget a route. Raises FencedError if a newer epoch owns it."""
-        async with self._writing:
-            await asyncio.to_thread(self._ledger.delete_route, lease, epoch)
-            entry = self._entries.pop(lease, None)
-            self._announce()
-        if entry is not None:
-            await self._drained([entry])
-            await entry.engine.close()
+        await self._change(partial(self._ledger.delete_route, lease, epoch))
+
+    def suspend(self) -> None:
+        """Cut everything that runs: the lease has run out."""
+        for entry in self._entries.values():
+            for use in list(entry.uses):
+                use.end()
+
+    def renewed(self, lease_until: float) -> None:
+        """The lease lasts until then; what waited may start."""
+        self.lease_until = lease_until
+        self._announce()
 
     def describe(self, run: str | None = None) -> list[dict[str, Any]]:
         """Every route, or those of one run, with its number of live generations."""
@@ -135,28 +152,45 @@ class RouteTable:
             use.entry.suspect_until = time.monotonic() + SUSPECT_S
         if not use.entry.uses:
             use.entry.idle.set()
+            self._draining.pop(use.entry, None)
 
     async def close(self) -> None:
         """Release the adapters."""
         for entry in self._entries.values():
             await entry.engine.close()
 
-    def _replace(self, route: Route) -> list[_Entry]:
-        """Put ``route`` into the table; returns the entries whose generations must leave."""
-        leaving = []
-        for lease, entry in list(self._entries.items()):
-            if entry.route.node == route.node and entry.route.epoch > route.epoch:
-                raise FencedError(f"node {route.node!r} is at epoch {entry.route.epoch}, not {route.epoch}")
-            if entry.route.node == route.node and entry.route.epoch < route.epoch and lease != route.lease:
-                leaving.append(self._entries.pop(lease))
+    async def _change(self, write: Callable[[], int]) -> None:
+        async with self._writing:
+            generation = await asyncio.to_thread(write)
+            leaving = await self._load()
+        await self._drained(leaving)
+        if self.spread is not None:
+            await self.spread(generation)
+
+    async def _load(self) -> list[_Entry]:
+        """Take over the ledger's routes; returns the entries whose generations must leave."""
+        table = await asyncio.to_thread(self._ledger.route_table)
+        there = {route.lease for route in table.routes}
+        leaving = [self._entries.pop(lease) for lease in list(self._entries) if lease not in there]
+        for route in table.routes:
+            leaving += self._set(route)
+        for entry in leaving:
+            if entry.uses:
+                self._draining.setdefault(entry, table.generation)
+        self._generation = table.generation
+        self._announce()
+        return leaving
+
+    def _set(self, route: Route) -> list[_Entry]:
         old = self._entries.get(route.lease)
         if old is not None and (old.route.url, old.route.epoch) == (route.url, route.epoch):
             old.route = route
             if route.state == "closed":
-                leaving.append(old)
-            return leaving
+                return [old]
+            self._draining.pop(old, None)
+            return []
         self._entries[route.lease] = _Entry(route, self._make_engine(route))
-        return leaving if old is None else [*leaving, old]
+        return [] if old is None else [old]
 
     async def _drained(self, leaving: list[_Entry]) -> None:
         for entry in leaving:
@@ -164,16 +198,20 @@ class RouteTable:
             for use in list(entry.uses):
                 use.end()
         for entry in leaving:
-            if not entry.uses:
-                continue
-            try:
-                async with asyncio.timeout(DRAIN_LIMIT_S):
-                    await entry.idle.wait()
-            except TimeoutError:
-                raise DeadlineError(
-                    f"closing route {entry.route.lease!r}: {len(entry.uses)} generations still on it "
-                    f"after {DRAIN_LIMIT_S:g} s"
-                ) from None
+            if entry.uses:
+                await self._idle(entry)
+            if self._entries.get(entry.route.lease) is not entry:
+                await entry.engine.close()
+
+    async def _idle(self, entry: _Entry) -> None:
+        try:
+            async with asyncio.timeout(DRAIN_LIMIT_S):
+                await entry.idle.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"closing route {entry.route.lease!r}: {len(entry.uses)} generations still on it "
+                f"after {DRAIN_LIMIT_S:g} s"
+            ) from None
 
     def _choose(self, run: str, affinity: str | None) -> _Entry | None:
         candidates = [
@@ -182,6 +220,8 @@ class RouteTable:
         if not candidates:
             return None
         now = time.monotonic()
+        if now >= self.lease_until:
+            return None
         best = min(candidates, key=lambda entry: (entry.suspect_until > now, len(entry.uses)))
         favourite = next((entry for entry in candidates if entry.route.lease == affinity), None)
         if favourite is None or favourite.suspect_until > now:

@@ -1,0 +1,240 @@
+"""One proxy of several that share a ledger and a journal: its lease, its sessions, and what it asks the others.
+
+A proxy that cannot renew its lease in time stops of its own accord: what ran is broken off, its sessions leave
+memory, and others may take them over. Whoever takes a session gets a new epoch of it in the journal, so that nothing
+of the owner before can come in behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from proxy.client import ControlClient
+from proxy.routes import DRAIN_LIMIT_S, RouteTable
+from storage.errors import DeadlineError, FencedError, SeamlessFlowError, StorageError
+from storage.journal import Journal, JournalRecord
+from storage.ledger import Ledger, ProxyRecord, SessionRecord
+
+LEASE_S = 10.0
+RENEW_S = 2.0
+MARGIN_S = 3.0
+"""Before the others count the lease as over: time for what runs to let go of its engines."""
+ASK_LIMIT_S = 5.0
+"""How long another proxy has for an answer about itself."""
+SEEN_S = 1.0
+"""For so long it is believed that another proxy owns a session."""
+
+_log = logging.getLogger(__name__)
+
+
+class Elsewhere(Exception):  # no error: it says who to ask
+    """Another proxy owns the session and lives, at ``url``."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+
+class Pen:
+    """Writes one session into the journal as its owner; ``fenced`` is called when another proxy has taken it."""
+
+    def __init__(self, journal: Journal, epoch: int, fenced: Callable[[FencedError], None]) -> None:
+        self._journal = journal
+        self._epoch = epoch
+        self._fenced = fenced
+
+    async def append(self, *records: JournalRecord) -> None:
+        """As the journal's; raises FencedError once the session is another proxy's."""
+        try:
+            await self._journal.append(*records, epoch=self._epoch)
+        except FencedError as error:
+            self._fenced(error)
+            raise
+
+
+class PeerClient(ControlClient):
+    """What proxies ask each other."""
+
+    async def refresh_routes(self) -> None:
+        """Returns when the ledger's routes are in force there."""
+        await self._call("POST", "/control/peer/routes", {})
+
+    async def end_session(self, session: str) -> None:
+        """Seal a session that is owned there."""
+        await self._call("POST", f"/control/peer/sessions/{session}/end", {})
+
+    async def activity(self, run: str) -> dict[str, Any]:
+        """What a run does there (:meth:`proxy.status.Status.activity`)."""
+        return dict(await self._call("GET", f"/control/peer/runs/{run}"))
+
+
+class Peers:
+    """This process among the proxies of its cluster; ``url`` is where agents and other proxies reach it.
+
+    ``lost`` is called with the reason when the lease has run out.
+    """
+
+    def __init__(self, ledger: Ledger, journal: Journal, routes: RouteTable, url: str, control_key: str) -> None:
+        self.id = uuid.uuid4().hex
+        self.url = url.rstrip("/")
+        self.lost: Callable[[StorageError], None] = _log.error
+        self._ledger = ledger
+        self._journal = journal
+        self._routes = routes
+        self._key = control_key
+        self._clients: dict[str, PeerClient] = {}
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._refreshing: asyncio.Task[None] | None = None
+        self._leased = asyncio.Event()
+
+    async def start(self) -> None:
+        """Get a lease and the routes. Whoever had our address before is dead: it is ours now."""
+        for other in await asyncio.to_thread(self._ledger.proxies):
+            if other.url == self.url:
+                await asyncio.to_thread(self._ledger.retire_proxy, other.proxy)
+        await self._register()
+        self._routes.spread = self._spread
+        self._spawn(self._keep(), "keep the proxy's lease")
+        self._spawn(self._guard(), "watch the proxy's lease")
+
+    async def close(self) -> None:
+        """Give the lease back: from now on others may take what is ours."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+        await asyncio.to_thread(self._ledger.retire_proxy, self.id)
+
+    # Sessions
+
+    async def owner(self, record: SessionRecord) -> ProxyRecord | None:
+        """The other proxy that owns the session and lives; None: it is ours, or may be."""
+        if record.proxy in (None, self.id):
+            return None
+        found = [other for other in await asyncio.to_thread(self._ledger.proxies) if other.proxy == record.proxy]
+        return found[0] if found else None
+
+    async def own(self, record: SessionRecord, fenced: Callable[[FencedError], None]) -> Pen:
+        """Make the session ours, if its owner is dead, and get a pen for it. Raises Elsewhere if its owner lives."""
+        session = record.session
+        if not self._leased.is_set():
+            raise StorageError(f"session {session} cannot be served now: this proxy cannot renew its lease")
+        while record.proxy != self.id:
+            owner = await self.owner(record)
+            if owner is not None:
+                self._seen[session] = owner.url, time.monotonic() + SEEN_S
+                raise Elsewhere(owner.url)
+            try:
+                await asyncio.to_thread(self._ledger.own_session, session, self.id, record.proxy)
+                break
+            except FencedError:  # another proxy was faster
+                record = await asyncio.to_thread(self._ledger.session, session)
+        return Pen(self._journal, await self._journal.take(session, self.id), fenced)
+
+    def check(self, session: str) -> None:
+        """Raises Elsewhere if the session was another proxy's a moment ago."""
+        url, until = self._seen.get(session, ("", 0.0))
+        if time.monotonic() < until:
+            raise Elsewhere(url)
+        self._seen.pop(session, None)
+
+    def forget(self, session: str) -> None:
+        """Its owner did not answer: ask the ledger again."""
+        self._seen.pop(session, None)
+
+    def client(self, url: str) -> PeerClient:
+        """Client of another proxy."""
+        if url not in self._clients:
+            self._clients[url] = PeerClient(url, self._key, deadline_s=ASK_LIMIT_S)
+        return self._clients[url]
+
+    # Runs and routes
+
+    async def activities(self, run: str) -> list[dict[str, Any]]:
+        """What ``run`` does at every other living proxy that answers."""
+        others = [other for other in await asyncio.to_thread(self._ledger.proxies) if other.proxy != self.id]
+        answers = [self.client(other.url).activity(run) for other in others]
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        for other, answer in zip(others, found, strict=True):
+            if isinstance(answer, BaseException):
+                _log.warning("proxy at %s did not say what run %s does: %s", other.url, run, answer)
+        return [answer for answer in found if isinstance(answer, dict)]
+
+    async def refresh(self) -> None:
+        """Returns when the ledger's routes are in force here, and that is acknowledged."""
+        await self._routes.load()
+        await self._renew()
+
+    async def _spread(self, generation: int) -> None:
+        """Returns when a generation of the routes is in force everywhere. Raises DeadlineError naming who is behind."""
+        await self._renew()
+        deadline = time.monotonic() + LEASE_S + DRAIN_LIMIT_S
+        told: set[str] = set()
+        while behind := await asyncio.to_thread(self._ledger.unacknowledged, generation):
+            if time.monotonic() > deadline:
+                urls = ", ".join(other.url for other in behind)
+                raise DeadlineError(f"routes of generation {generation} are not in force yet at {urls}")
+            for other in behind:
+                if other.proxy not in told:
+                    told.add(other.proxy)
+                    self._spawn(self._tell(other), f"tell {other.url} of routes")
+            await asyncio.sleep(0.02)
+
+    async def _tell(self, other: ProxyRecord) -> None:
+        try:
+            await self.client(other.url).refresh_routes()
+        except SeamlessFlowError as error:  # it will see by itself, or its lease runs out
+            _log.warning("proxy at %s was not told of new routes: %s", other.url, error)
+
+    # The lease
+
+    async def _register(self) -> None:
+        await asyncio.to_thread(self._ledger.register_proxy, self.id, self.url, LEASE_S)
+        await self.refresh()
+
+    async def _renew(self) -> None:
+        asked = time.monotonic()
+        newest = await asyncio.to_thread(self._ledger.renew_proxy, self.id, LEASE_S, self._routes.in_force)
+        self._routes.renewed(asked + LEASE_S - MARGIN_S)
+        self._leased.set()
+        if newest > self._routes.in_force and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = self._spawn(self.refresh(), "refresh routes")
+
+    async def _keep(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._renew()
+            except FencedError:
+                self._end()
+                await self._register()
+            except SeamlessFlowError as error:
+                _log.error("the proxy's lease was not renewed: %s", error)
+
+    async def _guard(self) -> NoReturn:
+        while True:
+            await self._leased.wait()
+            left = self._routes.lease_until - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                self._end()
+
+    def _end(self) -> None:
+        """Others may act without us from now on."""
+        self._leased.clear()
+        self._routes.suspend()
+        self.lost(StorageError("this proxy could not renew its lease: its sessions may be another proxy's now"))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
