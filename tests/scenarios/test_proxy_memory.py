@@ -96,9 +96,7 @@ async def test_an_answer_whose_client_went_away_is_continued_after_its_session_w
     stream = await client.chat.completions.create(model="any", messages=USER, stream=True)
     assert await anext(aiter(stream))
     await stream.close()
-    live = await sessions.get(mine)
-    await until(lambda: not live.running(), "the engine was told to stop")
-    del live
+    await until(lambda: not sessions._live[mine].running(), "the engine was told to stop")
     await turn(await bench.client(), USER)
     assert mine not in held(bench)
     retry = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
