@@ -89,6 +89,18 @@ def test_59_text_in_front_of_a_call_that_looks_like_a_mark_is_shown_in_its_place
     assert answer(renderer, ids)[0] == Message("assistant", "a [TOOL_[ARG", "", (CALL,))
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_59_a_mark_that_stop_strings_cut_in_two_is_not_shown_either(renderers, step):
+    reading = renderers["magistral"].reading("mistral", "mistral")
+    text = "a[ARGS]b[TOOL_CALLS]c [CALL_ID"
+    reasoning, calls = reading.reasoning(opened=True), reading.calls(TOOLS)
+    parts = [text[at : at + step] for at in range(0, len(text), step)]
+    assert "".join(piece.text for part in parts for piece in reasoning.feed(part)) == "abc "
+    assert [piece.text for piece in reasoning.finish()] == ["[CALL_ID"]
+    shown = [piece for part in parts for piece in calls.feed(part)] + calls.finish(ended=True)
+    assert "".join(shown) == "abc [CALL_ID"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_35_a_special_token_in_the_middle_has_no_text_and_keeps_its_place_among_the_ids(renderers, name):
     renderer = renderers[name]
