@@ -34,6 +34,7 @@ class Answering:
         """The last reader went away; it ends as soon as the engines let go."""
         self._readers = 0
         self._told = False
+        self._lost: Exception | None = None
         self._open = len(turn.choices)
         self._news = asyncio.Event()
         self._generations: list[Generation] = []
@@ -49,8 +50,8 @@ class Answering:
 
     @property
     def error(self) -> Exception | None:
-        """Of the first choice that failed."""
-        return next((g.error for g in self._generations if g.error is not None), None)
+        """Of the first choice that failed, or what this process lost the session by."""
+        return self._lost or next((g.error for g in self._generations if g.error is not None), None)
 
     @property
     def finished(self) -> bool:
@@ -78,6 +79,12 @@ class Answering:
         self.leaving = self.leaving or not self.done
         for generation in list(self._generations):
             generation.stop()
+
+    def lose(self, error: Exception) -> None:
+        """Another process goes on with it; who waits here gets ``error``."""
+        if not self.done:
+            self._lost = error
+            self.stop()
 
     async def news(self, seen: int, timeout_s: float | None = None) -> bool:
         """Wait for more than ``seen`` events or the end; False: nothing came in ``timeout_s``."""

@@ -274,9 +274,10 @@ class ControlClient:
         while True:
             left = self._deadline_s - (time.monotonic() - started)
             try:
-                status, data = await self._send(method, path, body, max(left, 0.001))
+                data = None if body is None else orjson.dumps(body)
+                status, answer = await self._send(method, path, data, max(left, 0.001))
                 if status != 503:
-                    return _unwrap(method, path, status, data)
+                    return _unwrap(method, path, status, answer)
                 problem = "it is starting"
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -290,13 +291,12 @@ class ControlClient:
             await asyncio.sleep(pause)
 
     async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+        self, method: str, path: str, data: bytes | None, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
         if self._http is None:
             self._http = aiohttp.ClientSession(headers=self._headers)
-        data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, 5.0))
-        async with self._http.request(method, self._url + path, data=data, timeout=timeout) as answer:
+        async with self._http.request(method, self._url + path, data=data, timeout=timeout, headers=headers) as answer:
             return answer.status, await answer.read()
 
 

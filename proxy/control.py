@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from proxy.peers import PASSED_ON, Elsewhere, Peers
 from proxy.service import Service
 from proxy.trajectory.policy import Limits
 from storage import errors
@@ -135,6 +136,8 @@ def control_app(service: Service, control_key: str) -> FastAPI:
     _add_samples(app, service, key)
     _add_sessions(app, service, key)
     _add_routes(app, service, key)
+    if service.peers is not None:
+        _add_peers(app, service, service.peers, key)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -254,3 +257,29 @@ def _add_routes(app: FastAPI, service: Service, key: list[Any]) -> None:
     async def delete(lease: str, epoch: int) -> dict[str, str]:
         await routes.delete(lease, epoch)
         return {"lease": lease}
+
+
+def _add_peers(app: FastAPI, service: Service, peers: Peers, key: list[Any]) -> None:
+    """What other proxies ask, and requests about sessions that are theirs."""
+
+    @app.exception_handler(Elsewhere)
+    async def elsewhere(request: Request, owner: Elsewhere) -> Response:
+        if request.headers.get(PASSED_ON):  # the session moved this moment
+            return Response(status_code=503)
+        path = request.scope["raw_path"] + b"?" + request.scope["query_string"]
+        status, body = await peers.pass_on(owner.url, request.method, path.decode("latin-1"), await request.body())
+        return Response(body, status, media_type="application/json")
+
+    @app.post("/control/peer/routes", dependencies=key)
+    async def refresh() -> dict[str, int]:
+        await peers.refresh()
+        return {"generation": service.routes.in_force}
+
+    @app.post("/control/peer/sessions/{session}/end", dependencies=key)
+    async def end(session: str) -> dict[str, str]:
+        await service.sessions.end(session)
+        return {"session": session}
+
+    @app.get("/control/peer/runs/{run}", dependencies=key)
+    async def activity(run: str) -> dict[str, Any]:
+        return service.activity(run)

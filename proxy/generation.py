@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import orjson
@@ -40,7 +41,7 @@ from storage.errors import (
     RequestError,
     SeamlessFlowError,
 )
-from storage.journal import Journal, JournalRecord
+from storage.journal import JournalRecord
 from workers.engines.base import Chunk, Sampling
 
 _PAUSES_S = (0.02, 0.1, 0.3, 1.0)
@@ -51,11 +52,17 @@ _PROTOCOL_ERRORS = 3
 _log = logging.getLogger(__name__)
 
 
+class JournalWriter(Protocol):
+    """Where the records of a session go: the journal, or its owner's pen."""
+
+    async def append(self, *records: JournalRecord) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What every generation needs of the process."""
 
-    journal: Journal
+    journal: JournalWriter
     routes: RouteTable
     counters: Counters
 

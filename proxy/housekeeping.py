@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import NoReturn
 
@@ -48,12 +49,12 @@ class Housekeeping:
                 _log.warning("session %s was not ended: %s", record.session, error)
 
     async def _look_at(self, record: SessionRecord, open_now: set[str], now: float) -> None:
-        expires = record.policy.get("expires")
-        if record.session not in open_now or (record.parent is not None and record.parent not in open_now):
+        expires: float = record.policy.get("expires") or math.inf
+        closed = record.session not in open_now or (record.parent is not None and record.parent not in open_now)
+        if not (closed or now >= expires) or await self._sessions.owner(record) is not None:
+            return
+        if closed or record.key is None:
             await self._sessions.end(record.session)
-        elif expires is not None and now >= expires:
-            if record.key is None:
-                await self._sessions.end(record.session)
-            else:
-                detail = f"the session was not finished within {expires - record.created:.0f} s"
-                await self._samples.fail(record.run, record.session, TIME_LIMIT, detail, retry=False)
+        else:
+            detail = f"the session was not finished within {expires - record.created:.0f} s"
+            await self._samples.fail(record.run, record.session, TIME_LIMIT, detail, retry=False)

@@ -15,7 +15,7 @@ from proxy.ids import new_id
 from proxy.trajectory import replay
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
-from proxy.trajectory.turn import Outcome, Turn
+from proxy.trajectory.turn import Turn
 from storage.errors import SeamlessFlowError, StorageError
 from storage.journal import CLOSED
 from storage.ledger import SessionRecord
@@ -115,6 +115,11 @@ class LiveSession:
             answering.stop()
             await answering.gone()
 
+    def lose(self, error: Exception) -> None:
+        """The session is not ours any more: who waits for an answer gets ``error``."""
+        for answering in self._answering.values():
+            answering.lose(error)
+
     async def seal(self) -> Session:
         """End all generations and close the session in the journal; once only."""
         async with self.sealing, self._placing:
@@ -144,8 +149,6 @@ class LiveSession:
             body_digest=digest,
             idempotency_key=key,
         )
-        self._services.counters.turns[session.run] += 1
-        self._services.counters.forks[session.run] += turn.outcome is Outcome.FORK
         records = journal_records(session.id, [replay.turn_entry(turn, placement)])
         self._opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
         return self._attach(Answering(self._services, session, turn, self._opening))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from storage.ledger import Ledger
 
@@ -16,15 +15,10 @@ MERGE_GAP_S = 0.05
 
 @dataclass(slots=True)
 class Counters:
-    """Since the process started. ``undelivered``: computed by an engine but never acknowledged.
-
-    ``turns`` and ``forks`` are by run.
-    """
+    """Since the process started. ``undelivered``: computed by an engine but never acknowledged."""
 
     delivered: int = 0
     undelivered: int = 0
-    turns: Counter[str] = field(default_factory=Counter)
-    forks: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
+import aiohttp
+
 from proxy.client import ControlClient
 from proxy.routes import DRAIN_LIMIT_S, RouteTable
 from storage.errors import DeadlineError, FencedError, SeamlessFlowError, StorageError
@@ -26,6 +28,11 @@ MARGIN_S = 3.0
 """Before the others count the lease as over: time for what runs to let go of its engines."""
 ASK_LIMIT_S = 5.0
 """How long another proxy has for an answer about itself."""
+CONNECT_LIMIT_S = 2.0
+PASS_LIMIT_S = 60.0
+"""How long another proxy has for an answer to a request about one of its sessions."""
+PASSED_ON = "x-seamlessflow-relayed"
+"""Header of requests that come from another proxy: they are not passed on a second time."""
 SEEN_S = 1.0
 """For so long it is believed that another proxy owns a session."""
 
@@ -68,6 +75,14 @@ class PeerClient(ControlClient):
         """Seal a session that is owned there."""
         await self._call("POST", f"/control/peer/sessions/{session}/end", {})
 
+    async def pass_on(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of another client's request, asked once; 503, which clients repeat, if there is no answer."""
+        try:
+            return await self._send(method, path, body, PASS_LIMIT_S, {PASSED_ON: "1"})
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            _log.info("%s %s was not passed on: %s", method, path, error)
+            return 503, b""
+
     async def activity(self, run: str) -> dict[str, Any]:
         """What a run does there (:meth:`proxy.status.Status.activity`)."""
         return dict(await self._call("GET", f"/control/peer/runs/{run}"))
@@ -88,6 +103,7 @@ class Peers:
         self._routes = routes
         self._key = control_key
         self._clients: dict[str, PeerClient] = {}
+        self._http: aiohttp.ClientSession | None = None
         self._seen: dict[str, tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refreshing: asyncio.Task[None] | None = None
@@ -105,11 +121,14 @@ class Peers:
 
     async def close(self) -> None:
         """Give the lease back: from now on others may take what is ours."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients.values():
             await client.close()
+        if self._http is not None:
+            await self._http.close()
         await asyncio.to_thread(self._ledger.retire_proxy, self.id)
 
     # Sessions
@@ -145,15 +164,33 @@ class Peers:
             raise Elsewhere(url)
         self._seen.pop(session, None)
 
-    def forget(self, session: str) -> None:
-        """Its owner did not answer: ask the ledger again."""
-        self._seen.pop(session, None)
+    async def pass_on(self, url: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """A request about a session of another proxy, asked there."""
+        answer = await self.client(url).pass_on(method, path, body)
+        if answer[0] == 503:
+            self.forget()
+        return answer
+
+    def forget(self) -> None:
+        """An owner did not answer: ask the ledger again."""
+        self._seen.clear()
 
     def client(self, url: str) -> PeerClient:
         """Client of another proxy."""
         if url not in self._clients:
             self._clients[url] = PeerClient(url, self._key, deadline_s=ASK_LIMIT_S)
         return self._clients[url]
+
+    def http(self) -> aiohttp.ClientSession:
+        """For agents' requests to other proxies: as many as there are, each as long as it takes."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            )
+        return self._http
 
     # Runs and routes
 
@@ -211,12 +248,16 @@ class Peers:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await self._renew()
-            except FencedError:
-                self._end()
-                await self._register()
+                await self._keep_lease()
             except SeamlessFlowError as error:
                 _log.error("the proxy's lease was not renewed: %s", error)
+
+    async def _keep_lease(self) -> None:
+        try:
+            await self._renew()
+        except FencedError:
+            self._end()
+            await self._register()
 
     async def _guard(self) -> NoReturn:
         while True:

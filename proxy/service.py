@@ -11,13 +11,14 @@ from proxy.audit import audit
 from proxy.generation import Services
 from proxy.housekeeping import Housekeeping
 from proxy.meter import BusyMeter, Counters
+from proxy.peers import Peers
 from proxy.routes import EngineFactory, RouteTable
 from proxy.runs import Runs
 from proxy.samples import SampleDesk
 from proxy.session_desk import SessionDesk
 from proxy.sessions import Sessions, restore
 from proxy.shard_writer import ShardWriter
-from proxy.status import Status, count_turns
+from proxy.status import Status
 from proxy.trajectory.session import Session
 from storage.errors import SeamlessFlowError
 from storage.journal import Journal
@@ -40,10 +41,20 @@ class Store(Protocol):
 
 
 class Service:
-    """One proxy process. ``base_url`` is where agents reach it. Call :meth:`start` in the serving loop."""
+    """One proxy process. ``base_url`` is where agents reach it. Call :meth:`start` in the serving loop.
+
+    With a ``peer_key``, the cluster's control key, it is one of several that share the ledger and the journal.
+    """
 
     def __init__(
-        self, ledger: Ledger, journal: Journal, store: Store, make_engine: EngineFactory, *, base_url: str
+        self,
+        ledger: Ledger,
+        journal: Journal,
+        store: Store,
+        make_engine: EngineFactory,
+        *,
+        base_url: str,
+        peer_key: str | None = None,
     ) -> None:
         self.ledger = ledger
         self.journal = journal
@@ -53,21 +64,27 @@ class Service:
         self.routes = RouteTable(ledger, make_engine, self._meter)
         self.runs = Runs(ledger)
         services = Services(journal, self.routes, self.counters)
-        self.sessions = Sessions(ledger, journal, self.runs, services, base_url)
+        self.peers = None if peer_key is None else Peers(ledger, journal, self.routes, base_url, peer_key)
+        self.sessions = Sessions(ledger, journal, self.runs, services, base_url, self.peers)
+        if self.peers is not None:
+            self.peers.lost = self.sessions.lose_all
         self.writer = ShardWriter(ledger, store, self.sessions)
         self.desk = SampleDesk(ledger, self.runs, self.sessions, self.writer)
         self.session_desk = SessionDesk(ledger, self.runs, self.sessions, self.desk)
         self.housekeeping = Housekeeping(ledger, self.sessions, self.desk)
-        self._status = Status(ledger, journal, self.runs, self.sessions, self.routes, self.counters)
+        self._status = Status(ledger, journal, self.runs, self.sessions, self.routes, self.counters, self.peers)
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Take over routes, counts, and the groups that were complete but unwritten."""
-        await self.routes.load()
+        """Take over routes, sessions, and the groups that were complete but unwritten."""
+        if self.peers is None:
+            await self.routes.load()
+            await self.sessions.recover(await asyncio.to_thread(self.ledger.sessions_of, None, open_only=True))
+        else:
+            await self.peers.start()
         for info in await asyncio.to_thread(self.ledger.runs):
             if info.stopped is None:
                 self.writer.kick(info.run)
-                await self._recount(info.run)
         self._background.append(asyncio.create_task(self._tick(), name="proxy flush"))
         self._background.append(asyncio.create_task(self.housekeeping.run(), name="housekeeping"))
 
@@ -78,6 +95,8 @@ class Service:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.writer.close()
         await self.sessions.close()
+        if self.peers is not None:
+            await self.peers.close()
         await self._meter.flush(self.ledger)
         await self.routes.close()
 
@@ -94,6 +113,10 @@ class Service:
         await self._meter.flush(self.ledger)
         return await self._status.run(run)
 
+    def activity(self, run: str) -> dict[str, Any]:
+        """What this process alone knows of a run."""
+        return self._status.activity(run)
+
     async def audit(self, run: str) -> dict[str, Any]:
         """Journal against shards, after everything complete was written."""
         renderer = (await self.runs.get(run)).renderer
@@ -103,18 +126,6 @@ class Service:
             return restore(self.journal, self.ledger.session(session), renderer)
 
         return await asyncio.to_thread(audit, run, self.ledger, self._store, rebuild)
-
-    async def _recount(self, run: str) -> None:
-        """Count the turns of earlier processes: open sessions now, before they go on; closed ones in the background."""
-        records = await asyncio.to_thread(self.ledger.sessions_of, run)
-        await self._count(run, [record.session for record in records if not record.closed])
-        closed = [record.session for record in records if record.closed]
-        self._background.append(asyncio.create_task(self._count(run, closed), name=f"count turns of {run}"))
-
-    async def _count(self, run: str, sessions: list[str]) -> None:
-        turns, forks = await asyncio.to_thread(count_turns, self.journal, sessions)
-        self.counters.turns[run] += turns
-        self.counters.forks[run] += forks
 
     async def _tick(self) -> None:
         while True:

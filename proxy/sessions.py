@@ -7,20 +7,24 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from proxy.generation import Services
 from proxy.live_session import LiveSession
+from proxy.peers import Peers
 from proxy.runs import Runs
 from proxy.trajectory import replay
 from proxy.trajectory.policy import Policy
 from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
-from storage.errors import AuthenticationFailed, SessionClosed
+from proxy.trajectory.turn import Outcome
+from storage.errors import AuthenticationFailed, FencedError, SessionClosed
 from storage.journal import Journal
-from storage.ledger import Ledger, SampleKey, SessionRecord
+from storage.ledger import Ledger, ProxyRecord, SampleKey, SessionRecord
 
 KEEP_TOKENS = 16_000_000
 """Size of the sessions that stay in memory while nobody uses them, about 20 bytes a token; others are rebuilt."""
@@ -36,15 +40,28 @@ class NewSession:
     model: str
 
 
+class _Asleep(NamedTuple):
+    """An open session that was dropped from memory, or is not there since the process started."""
+
+    run: str
+    interrupted: bool
+    turns: int = 0
+    forks: int = 0
+
+
 class Sessions:
     """All sessions by id and by key.
 
     Sessions that nobody uses are kept as far as :data:`KEEP_TOKENS` allows, the latest first; the others exist in
-    the journal only until they are asked for. Whoever holds a session holds the only one there is of it.
+    the journal only until they are asked for. Whoever holds a session holds the only one there is of it. Open sessions
+    of other proxies (``peers``) are never here: asking for one raises Elsewhere.
     """
 
-    def __init__(self, ledger: Ledger, journal: Journal, runs: Runs, services: Services, base_url: str) -> None:
+    def __init__(
+        self, ledger: Ledger, journal: Journal, runs: Runs, services: Services, base_url: str, peers: Peers | None
+    ) -> None:
         self.keep_tokens = KEEP_TOKENS
+        self._peers = peers
         self._ledger = ledger
         self._journal = journal
         self._runs = runs
@@ -53,8 +70,7 @@ class Sessions:
         self._live: WeakValueDictionary[str, LiveSession] = WeakValueDictionary()
         self._kept: OrderedDict[str, tuple[LiveSession, int]] = OrderedDict()
         self._weight = 0
-        self._asleep: dict[str, tuple[str, bool]] = {}
-        """Open sessions that were dropped from memory: their run, and whether they were interrupted."""
+        self._asleep: dict[str, _Asleep] = {}
         self._by_key: dict[str, str] = {}
         self._loading: dict[str, asyncio.Task[LiveSession]] = {}
 
@@ -70,9 +86,8 @@ class Sessions:
     ) -> tuple[NewSession, SessionRecord]:
         """A session that is to be entered by :meth:`create`; ``key`` and ``attempt`` say of which sample."""
         session, api_key = f"s{secrets.token_hex(12)}", f"sfs_{secrets.token_urlsafe(32)}"
-        record = SessionRecord(
-            session, key_hash(api_key), run, key, attempt, policy.to_json(), parent=parent, label=label
-        )
+        facts: dict[str, Any] = {"parent": parent, "label": label, "proxy": self._peers.id if self._peers else None}
+        record = SessionRecord(session, key_hash(api_key), run, key, attempt, policy.to_json(), **facts)
         return NewSession(session, api_key, f"{self._base_url}/s/{session}/v1", policy.model), record
 
     async def create(self, records: Sequence[SessionRecord]) -> None:
@@ -81,7 +96,7 @@ class Sessions:
         for record in records:
             run = await self._runs.get(record.run)
             session = Session(record.session, record.run, Policy.from_json(dict(record.policy)), run.renderer)
-            self._keep(LiveSession(self._services, record, session))
+            self._keep(LiveSession(await self._own(record), record, session))
             self._by_key[record.key_hash] = record.session
 
     async def authenticate(self, session: str | None, key: str) -> LiveSession:
@@ -104,9 +119,14 @@ class Sessions:
         return live
 
     async def get(self, session: str) -> LiveSession:
-        """Raises NotFoundError if there is no such session; rebuilds it from the journal if it is not in memory."""
+        """The session, rebuilt from the journal if it is not in memory.
+
+        Raises NotFoundError if there is none, Elsewhere if it is open and another proxy's.
+        """
         live = self._live.get(session)
         if live is None:
+            if self._peers is not None:
+                self._peers.check(session)
             loading = self._loading.get(session)
             if loading is None:
                 loading = asyncio.create_task(self._rebuild(session), name=f"rebuild {session}")
@@ -121,19 +141,45 @@ class Sessions:
         live = self._live.get(session)
         return await asyncio.to_thread(self._ledger.session, session) if live is None else live.record
 
+    async def owner(self, record: SessionRecord) -> ProxyRecord | None:
+        """The other proxy that has the session; None: this one has it, or may."""
+        return None if self._peers is None else await self._peers.owner(record)
+
     async def seal(self, live: LiveSession) -> Session:
         """End a session and those that were opened on its behalf."""
-        sealed = await live.seal()
+        try:
+            sealed = await live.seal()
+        except FencedError:  # another proxy took it: it is not here any more
+            sealed = await self.seal(await self.get(live.record.session))
         self._asleep.pop(sealed.id, None)
+        if not live.record.closed:
+            await asyncio.to_thread(self._ledger.count_turns, sealed.id, len(sealed.turns), sealed.forks())
         for child in live.children:
             await self.end(child)
         return sealed
 
     async def end(self, session: str) -> None:
-        """Seal a session, refuse its key from now on, and drop it from memory."""
+        """Seal a session, wherever it is, refuse its key from now on, and drop it from memory."""
+        owner = await self.owner(await self.record(session))
+        if owner is not None and self._peers is not None:
+            await self._peers.client(owner.url).end_session(session)
+            return
         await self.seal(await self.get(session))
         await asyncio.to_thread(self._ledger.close_session, session)
         self.forget(session)
+
+    def lose(self, session: str, error: Exception) -> None:
+        """The session may be another proxy's now: what is told of it here ends with ``error``."""
+        live = self._live.pop(session, None)
+        if live is not None:
+            self._drop(live, asleep=False)
+            live.lose(error)
+
+    def lose_all(self, error: Exception) -> None:
+        """Every open session may be another proxy's now."""
+        for live in list(self._live.values()):
+            if not live.ended:
+                self.lose(live.record.session, error)
 
     def forget(self, session: str) -> None:
         """Drop a sealed session from memory; the journal keeps it."""
@@ -141,10 +187,18 @@ class Sessions:
         if live is not None and live.session.sealed:
             self._drop(live)
 
-    def in_flight(self, run: str) -> int:
-        """Sessions of ``run`` that this process has seen and that are not sealed."""
-        asleep = sum(of == run for of, _ in self._asleep.values())
-        return asleep + sum(not live.session.sealed for live in self.live(run))
+    def turns(self, run: str) -> tuple[int, int]:
+        """(turns, forks) of the open sessions of ``run`` here; the ledger has those of the others."""
+        asleep = [(one.turns, one.forks) for one in self._asleep.values() if one.run == run]
+        awake = [(len(o.session.turns), o.session.forks()) for o in self.live(run) if not o.ended]
+        counts = asleep + awake
+        return sum(turns for turns, _ in counts), sum(forks for _, forks in counts)
+
+    async def recover(self, records: Sequence[SessionRecord]) -> None:
+        """Note open sessions of an earlier process, with their turns so far. Before they go on."""
+        for record in records:
+            turns, forks = await asyncio.to_thread(count_turns, self._journal, record.session)
+            self._asleep[record.session] = _Asleep(record.run, True, turns, forks)
 
     def live(self, run: str | None = None) -> list[LiveSession]:
         """Sessions of ``run``, or of all runs, that are kept in memory."""
@@ -176,19 +230,29 @@ class Sessions:
         if asleep:
             self._by_key.pop(live.record.key_hash, None)
             if not live.ended:
-                self._asleep[name] = live.record.run, live.interrupted
+                turns, forks = len(live.session.turns), live.session.forks()
+                self._asleep[name] = _Asleep(live.record.run, live.interrupted, turns, forks)
         else:
             self._asleep.pop(name, None)
 
     async def _rebuild(self, session: str) -> LiveSession:
         record = await asyncio.to_thread(self._ledger.session, session)
         run = await self._runs.get(record.run)
+        services = self._services if record.closed else await self._own(record)
         restored = await asyncio.to_thread(restore, self._journal, record, run.renderer)
         children = [child.session for child in await asyncio.to_thread(self._ledger.children_of, session)]
-        _, interrupted = self._asleep.get(session, (record.run, not record.closed))
-        live = LiveSession(self._services, record, restored, interrupted=interrupted, children=children)
+        asleep = self._asleep.get(session)
+        interrupted = not record.closed if asleep is None else asleep.interrupted
+        live = LiveSession(services, record, restored, interrupted=interrupted, children=children)
         self._live[session] = live
         return live
+
+    async def _own(self, record: SessionRecord) -> Services:
+        """Services that write into the session's journal as its owner."""
+        if self._peers is None:
+            return self._services
+        pen = await self._peers.own(record, partial(self.lose, record.session))
+        return replace(self._services, journal=pen)
 
 
 def restore(journal: Journal, record: SessionRecord, renderer: Renderer) -> Session:
@@ -199,6 +263,12 @@ def restore(journal: Journal, record: SessionRecord, renderer: Renderer) -> Sess
     if record.closed:
         session.seal()
     return session
+
+
+def count_turns(journal: Journal, session: str) -> tuple[int, int]:
+    """(turns, forks) in the journal of a session. Blocks: call it in a thread."""
+    outcomes = [row.data["outcome"] for row in journal.read(session) if row.kind == "turn"]
+    return len(outcomes), outcomes.count(Outcome.FORK.value)
 
 
 def key_hash(key: str) -> str:

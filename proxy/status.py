@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from proxy.meter import Counters
+from proxy.peers import Peers
 from proxy.routes import RouteTable
 from proxy.runs import Runs
 from proxy.sessions import Sessions
 from proxy.trajectory.session import Session
-from proxy.trajectory.turn import Outcome, Turn
+from proxy.trajectory.turn import Turn
 from storage.journal import Journal
 from storage.ledger import TRAIN, Failure, Ledger, SampleRow, State
 from storage.metrics import overlap_fraction
@@ -44,22 +44,20 @@ class Rate:
         return (after - before) / max(end - start, 1e-9)
 
 
-def count_turns(journal: Journal, sessions: Iterable[str]) -> tuple[int, int]:
-    """(turns, forks) in the journals of ``sessions``. Blocks: call it in a thread."""
-    turns = forks = 0
-    for session in sessions:
-        outcomes = [row.data["outcome"] for row in journal.read(session) if row.kind == "turn"]
-        turns += len(outcomes)
-        forks += outcomes.count(Outcome.FORK.value)
-    return turns, forks
-
-
 class Status:
-    """Answers ``GET /control/runs/{run}``."""
+    """Answers ``GET /control/runs/{run}``; where there are ``peers``, for all of them."""
 
     def __init__(
-        self, ledger: Ledger, journal: Journal, runs: Runs, sessions: Sessions, routes: RouteTable, counters: Counters
+        self,
+        ledger: Ledger,
+        journal: Journal,
+        runs: Runs,
+        sessions: Sessions,
+        routes: RouteTable,
+        counters: Counters,
+        peers: Peers | None,
     ) -> None:
+        self._peers = peers
         self._ledger = ledger
         self._journal = journal
         self._runs = runs
@@ -71,23 +69,40 @@ class Status:
     async def run(self, name: str) -> dict[str, Any]:
         """Raises NotFoundError for an unknown run."""
         await self._runs.get(name)
+        here = self.activity(name)
+        others = [] if self._peers is None else await self._peers.activities(name)
+        total = {what: sum(one[what] for one in (here, *others)) for what in here if what != "live"}
+        live = Counter(here["live"])
+        for other in others:
+            live.update(other["live"])
         facts = await asyncio.to_thread(self._facts, name)
-        journalled = self._journal.tokens().sampled
-        live = self._sessions.live(name)
+        (turns, forks), journalled = facts.pop("noted"), facts.pop("journalled")
         return {
             "run": name,
             **facts,
             "tokens": {
                 "journalled": journalled,
-                "delivered": self._counters.delivered,
-                "undelivered": self._counters.undelivered,
-                "per_s": round(self.rate.per_s(), 2),
+                "delivered": total["delivered"],
+                "undelivered": total["undelivered"],
+                "per_s": round(total["per_s"], 2),
             },
-            "sessions_in_flight": self._sessions.in_flight(name),
-            "generations_in_flight": sum(session.running() for session in live),
-            "turns": self._counters.turns.get(name, 0),
-            "forks": self._counters.forks.get(name, 0),
-            "routes": self._routes.describe(name),
+            "generations_in_flight": total["generations"],
+            "turns": turns + total["turns"],
+            "forks": forks + total["forks"],
+            "routes": [{**route, "live": live[route["lease"]]} for route in self._routes.describe(name)],
+        }
+
+    def activity(self, name: str) -> dict[str, Any]:
+        """What this process alone knows of a run; ``live``: generations by lease."""
+        turns, forks = self._sessions.turns(name)
+        return {
+            "delivered": self._counters.delivered,
+            "undelivered": self._counters.undelivered,
+            "per_s": self.rate.per_s(),
+            "generations": sum(session.running() for session in self._sessions.live(name)),
+            "turns": turns,
+            "forks": forks,
+            "live": {route["lease"]: route["live"] for route in self._routes.describe(name)},
         }
 
     def _facts(self, name: str) -> dict[str, Any]:
@@ -97,6 +112,10 @@ class Status:
         generated = [interval for interval in intervals if interval.kind == "generate"]
         return {
             "spec": self._ledger.run_info(name).spec,
+            "journalled": self._journal.tokens().sampled,
+            "noted": self._ledger.turns_of(name),
+            "sessions_in_flight": self._ledger.open_sessions(name),
+            "proxies": [{"url": proxy.url, "lease_until": proxy.lease_until} for proxy in self._ledger.proxies()],
             "books": {**asdict(books), "balanced": books.balanced},
             "failures": [_failure(failure) for failure in self._ledger.failures(name)],
             "steps": [asdict(step) for step in self._ledger.steps(name)],

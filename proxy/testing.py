@@ -23,9 +23,8 @@ from typing import Self
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from proxy.app import AgentApp
 from proxy.client import ControlClient
-from proxy.control import control_app
+from proxy.relay import application
 from proxy.routes import EngineFactory
 from proxy.service import Service
 from storage.errors import DeadlineError, NotFoundError
@@ -103,13 +102,19 @@ class MemoryStore:
 class ProxyServer:
     """A whole proxy on a free loopback port; its ledger and journal lie in ``folder`` and outlive it.
 
-    A second server on the same folder is the same proxy after a restart, given the same ``store``.
+    A second server on the same folder is the same proxy after a restart, given the same ``store``. With ``database``,
+    a PostgreSQL URL, several servers are the proxies of one cluster.
     """
 
     def __init__(
-        self, folder: Path, store: MemoryStore | None = None, make_engine: EngineFactory | None = None
+        self,
+        folder: Path,
+        store: MemoryStore | None = None,
+        make_engine: EngineFactory | None = None,
+        database: str | None = None,
     ) -> None:
         self._folder = folder
+        self._database = database
         self.store = store or MemoryStore()
         self._make_engine = make_engine or _engine
         self.url = ""
@@ -120,11 +125,14 @@ class ProxyServer:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._ledger = Ledger(f"sqlite:///{self._folder / 'ledger.db'}")
-        self._journal = open_journal(f"sqlite:///{self._folder / 'journal.db'}")
-        self.service = Service(self._ledger, self._journal, self.store, self._make_engine, base_url=self.url)
+        self._ledger = Ledger(self._database or f"sqlite:///{self._folder / 'ledger.db'}")
+        self._journal = open_journal(self._database or f"sqlite:///{self._folder / 'journal.db'}")
+        peer_key = CONTROL_KEY if self._database else None
+        self.service = Service(
+            self._ledger, self._journal, self.store, self._make_engine, base_url=self.url, peer_key=peer_key
+        )
         await self.service.start()
-        app = AgentApp(self.service.sessions, control_app(self.service, CONTROL_KEY))
+        app = application(self.service, CONTROL_KEY)
         config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="proxy server")

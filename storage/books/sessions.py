@@ -54,6 +54,12 @@ class Sessions(Part):
         condition = (sessions.c.session > after) & (sa.true() if run is None else sessions.c.run == run)
         return self._sessions(condition & sessions.c.closed.is_(False) if open_only else condition, limit)
 
+    def open_sessions(self, run: str) -> int:
+        """How many sessions of a run are not closed."""
+        query = sa.select(sa.func.count()).where(sessions.c.run == run, sessions.c.closed.is_(False))
+        with self._db.read() as connection:
+            return int(connection.scalar(query) or 0)
+
     def children_of(self, session: str) -> Sequence[SessionRecord]:
         """Sessions that were opened on behalf of another."""
         return self._sessions(sessions.c.parent == session)
