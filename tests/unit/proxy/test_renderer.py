@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from model_families import FAMILIES, ModelFamily
 
+from proxy.dialects.chat import ChatDialect
 from proxy.testing import CHATML, write_toy_model
 from proxy.trajectory.canonical import Message, ToolCall
 from proxy.trajectory.families import Family, detect
@@ -257,6 +258,30 @@ def test_32_an_answer_that_is_rendered_again_has_the_ids_that_the_model_wrote(re
     model_wrote = f"<think>\n{written}" if opened else written
     assert again.rstrip("\n").endswith(model_wrote + renderer.eos_text)
     assert bool(answer.reasoning) == ("hm" in written)
+
+
+def ids_of(renderer: Renderer, messages: list[dict[str, Any]]) -> list[int]:
+    request = ChatDialect().parse(json.dumps({"model": "m", "messages": messages}).encode())
+    return renderer.prompt(request.messages, None).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_77_a_result_as_parts_or_as_text_has_the_same_ids(renderers, name):
+    call = {"id": "c1", "type": "function", "function": {"name": "wetter", "arguments": '{"n": 3}'}}
+    before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    results = ("10525", [{"type": "text", "text": "10525"}])
+    text, parts = ([*before, {"role": "tool", "tool_call_id": "c1", "content": result}] for result in results)
+    assert ids_of(renderers[name], text) == ids_of(renderers[name], parts)
+    assert "10525" in renderers[name].raw_text(ids_of(renderers[name], parts))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "magistral"])
+def test_80_reasoning_under_either_name_has_the_same_ids(renderers, name):
+    users = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
+    said = {"role": "assistant", "content": "so"}
+    fields = ({"reasoning": "hm"}, {"reasoning_content": "hm"}, {})
+    older, newer, none = (ids_of(renderers[name], [users[0], {**said, **field}]) for field in fields)
+    assert older == newer != none
 
 
 def test_40_the_same_text_in_other_tokens_is_another_path(renderers):
