@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ Durability = Literal["process", "power"]
 
 BUSY_TIMEOUT_S = 30.0
 """How long a transaction waits for another process's write."""
+CONNECT_LIMIT_S = 10
 
 _DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgresql+psycopg": "postgresql+psycopg"}
 
@@ -34,6 +36,8 @@ def database_url(what: str, url: str) -> sa.URL:
         raise ConfigError(f"{shown}: {parsed.drivername!r} is not supported; give {_FORMS}")
     if not parsed.database or parsed.database == ":memory:":
         raise ConfigError(f"{shown}: names no {'file' if driver == 'sqlite' else 'database'}; give {_FORMS}")
+    if driver != "sqlite" and importlib.util.find_spec("psycopg") is None:
+        raise ConfigError(f"{shown}: psycopg is not installed; it comes with the extras 'proxy' and 'control'")
     if driver == "sqlite":
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     return parsed.set(drivername=driver)

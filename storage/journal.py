@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from storage.databases import Durability, database_url
-from storage.errors import ConfigError
 from storage.journals.base import CLOSED, Journal, JournalRecord, Removed, TokenCounts
 from storage.journals.sqlite import SqliteJournal
 
@@ -17,7 +16,7 @@ __all__ = ["CLOSED", "Journal", "JournalRecord", "Removed", "TokenCounts", "open
 
 
 def open_journal(url: str, durability: Durability = "process") -> Journal:
-    """The journal at ``sqlite:///<file>``.
+    """The journal at ``sqlite:///<file>`` or ``postgresql://user:password@host/database``.
 
     Args:
         url: where it lies; made if it is not there.
@@ -27,6 +26,9 @@ def open_journal(url: str, durability: Durability = "process") -> Journal:
         ConfigError: the URL names no database that can hold a journal.
     """
     parsed = database_url("journal", url)
-    if parsed.drivername != "sqlite":
-        raise ConfigError(f"journal {parsed.render_as_string()}: only sqlite:/// URLs are supported yet")
-    return SqliteJournal(Path(parsed.database or ""), durability)
+    if parsed.drivername == "sqlite":
+        return SqliteJournal(Path(parsed.database or ""), durability)
+    # Its driver is no part of every role's environment.
+    from storage.journals.postgres import PostgresJournal
+
+    return PostgresJournal(parsed, durability)

@@ -15,10 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from storage.books import schema, upgrade
-from storage.databases import BUSY_TIMEOUT_S, Durability, database_url
+from storage.databases import BUSY_TIMEOUT_S, CONNECT_LIMIT_S, Durability, database_url
 from storage.errors import ConfigError, DeadlineError, StorageError
 
-CONNECT_LIMIT_S = 10
 IDLE_LIMIT_S = 120
 """A server ends a transaction whose process stopped in the middle of it: it would hold its run's lock."""
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from postgres import PostgresServer
 
 from storage.journal import JournalRecord, open_journal
 from storage.ledger import TRAIN, Ledger, State
@@ -60,9 +61,16 @@ def lines_until_kill(process: subprocess.Popen[str], lines: int) -> list[str]:
     return [line for line in seen if line.endswith("\n")]
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/test.db"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.database()
+
+
 @pytest.mark.parametrize("killed_after", [1, 200])
-def test_every_acknowledged_record_survives_the_kill_of_the_journal(tmp_path: Path, killed_after: int) -> None:
-    url = f"sqlite:///{tmp_path}/journal.db"
+def test_every_acknowledged_record_survives_the_kill_of_the_journal(url: str, killed_after: int) -> None:
     acknowledged: dict[str, int] = {}
     for line in lines_until_kill(start(JOURNAL_WRITER, url), killed_after):
         session, n = line.split()
@@ -83,8 +91,7 @@ def test_every_acknowledged_record_survives_the_kill_of_the_journal(tmp_path: Pa
     journal.close()
 
 
-def test_two_processes_share_a_ledger_and_the_kill_of_one_loses_nothing(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/ledger.db"
+def test_two_processes_share_a_ledger_and_the_kill_of_one_loses_nothing(url: str) -> None:
     ledger = Ledger(url)
     ledger.create_run("demo", {}, "digest")
     ledger.set_admission("demo", TRAIN, admit_until=40, target_in_flight=16, samples_per_task=4)

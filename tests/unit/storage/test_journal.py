@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,6 @@ import pytest
 from storage.errors import ConfigError, FencedError, StorageError
 from storage.journal import CLOSED, Journal, JournalRecord, Removed, TokenCounts, open_journal
 from storage.journals.base import Work
-
-
-@pytest.fixture
-def database_url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/journal.db"
 
 
 @pytest.fixture(params=["process", "power"])
@@ -263,6 +260,34 @@ async def test_an_epoch_is_of_one_session_and_nobody_owns_what_was_not_taken(jou
     with pytest.raises(FencedError):
         await journal.append(chunk("unknown", 1), epoch=1)
     assert journal.read("unknown") == []
+
+
+async def test_no_append_slips_in_beside_a_take_over(database_url: str) -> None:
+    """Two processes, as two journals in two threads: what the new owner reads is all that the old one was told of."""
+    first = open_journal(database_url)
+    epoch = await first.take("s", "proxy-1")
+    read: dict[str, Any] = {}
+    started = threading.Event()
+
+    async def take_over() -> None:
+        second = open_journal(database_url)
+        started.wait(30)
+        await second.take("s", "proxy-2")
+        read["rows"] = len(second.read("s"))
+        second.close()
+
+    taking = asyncio.create_task(asyncio.to_thread(asyncio.run, take_over()))
+    acknowledged = 0
+    with contextlib.suppress(FencedError):
+        while True:
+            await first.append(chunk("s", 1), epoch=epoch)
+            acknowledged += 1
+            started.set()
+            await asyncio.sleep(0)
+    await taking
+    assert read["rows"] == acknowledged
+    assert len(first.read("s")) == acknowledged
+    first.close()
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "mysql://host/db", "postgresql://host", "no url"])
