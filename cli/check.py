@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from cli import memory, targets
 from cli.runfile import Document, Location, Problem, RunFileError, absolute, read_document, validate
 from workers.engines.embedded.architectures import SUPPORTED
+from workers.engines.kinds import KINDS
 from workflows.spec import AgentSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -131,8 +132,12 @@ def check_reward(reward: RewardSpec, code: Path) -> Found:
 
 
 def check_engine(engine: EngineSpec) -> Found:
-    if engine.python is not None and not os.access(engine.python, os.X_OK):
-        yield ("engine", "python"), f"{engine.python} is no program that can be run"
+    """Its environment is there."""
+    place = "kind" if engine.python is None else "python"
+    if engine.kind not in KINDS:
+        yield ("engine", "kind"), f"{engine.kind!r} is not supported here, only {', '.join(sorted(KINDS))}"
+    elif (reason := KINDS[engine.kind].missing(engine)) is not None:
+        yield ("engine", place), reason
 
 
 def check_node(node: NodeSpec, index: int) -> Found:

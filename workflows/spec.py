@@ -132,18 +132,48 @@ class NodeSpec(Spec):
 
 
 class EngineSpec(Spec):
-    kind: Literal["embedded", "scripted"] = "embedded"
-    """``embedded``: ours, CPU, for laptops and tests. ``scripted``: plays a script of tokens and faults, for tests."""
+    kind: Literal["embedded", "scripted", "sglang", "vllm"] = "embedded"
+    """``embedded``: ours, CPU, for laptops and tests. ``scripted``: plays a script of tokens and faults, for tests.
+    ``sglang``, ``vllm``: the real servers, each in the environment that ``make engine-<kind>`` builds."""
     python: str | None = None
-    """Interpreter of the engine's own virtual environment; None uses this one."""
+    """Interpreter of the engine's own virtual environment; None: this one, for the real servers ``.engines/<kind>``."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of a real server. ``auto``: CUDA where the machine has a driver for it, else the CPU."""
     max_running: int = Field(default=32, ge=1, le=256)
     """Sequences decoded together."""
     kv_tokens: int = Field(default=65536, ge=256)
-    """Tokens the KV cache holds; also the size of the prefix cache."""
+    """Tokens the KV cache holds; also the size of the prefix cache. On CUDA a real server fills its memory instead."""
+    memory_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a CUDA device's memory that a real server takes for weights and KV; None: the server's own default."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices that each replica of a real server is split over."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Replicas within one real server."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Highest rank of LoRA adapters that a real server can serve; 0: none."""
+    deterministic: bool = False
+    """Batch-invariant kernels, with which a real server honours seeds; refused where it has none (on the CPU)."""
     sync_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running generations do when weights change: keep their KV, compute it anew, or be cut and continued."""
+    transfer: Literal["disk", "collective"] = "disk"
+    """How weights reach the engine. ``disk``: it reads what was published. ``collective``: the trainer broadcasts them
+    (NCCL on CUDA, else gloo); needs ``sglang`` or ``vllm``."""
+    start_limit_s: float = Field(default=300.0, gt=0)
+    """An engine that does not answer so long after its start is ended."""
     log_tokens: bool = False
-    """Write every token read and written to a log in the node's folder: the oracle for audits."""
+    """Write every token read and written to a log in the node's folder: the oracle for audits. Ours only."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> EngineSpec:
+        if self.kind in ("sglang", "vllm"):
+            unused = ["log_tokens"]
+        else:
+            unused = ["device", "memory_fraction", "tensor_parallel", "data_parallel", "lora_rank", "deterministic"]
+            unused.append("transfer")
+        for name in unused:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} does nothing with kind {self.kind!r}: remove it")
+        return self
 
 
 class AlgorithmSpec(Spec):

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from storage.errors import ConfigError, EngineError, EngineUnavailable, IntegrityError
 from workers.cluster import StateFolder
 from workers.engines.base import Engine
-from workers.engines.sglang import SglangEngine
+from workers.engines.kinds import connect, kind_of
+from workers.engines.launch import Place
 from workers.node_agent.spawn import free_port, spawn, tail
 from workers.residency import EngineResidency
 from workflows.messages import EngineTask, WeightsRef
-from workflows.spec import EngineSpec, NodeSpec, RunSpec
+from workflows.spec import NodeSpec, RunSpec
 
 log = logging.getLogger(__name__)
 
-START_LIMIT_S = 300.0
 POLL_S = 0.1
 DEAD_POLL_S = 0.2
 DRAIN_LIMIT_S = 10.0
@@ -37,7 +35,7 @@ class EngineHost:
     """
 
     def __init__(
-        self, state: StateFolder, node: str, *, host: str = "127.0.0.1", connect: Callable[[str], Engine] = SglangEngine
+        self, state: StateFolder, node: str, *, host: str = "127.0.0.1", connect: Callable[[str, str], Engine] = connect
     ) -> None:
         self._state = state
         self._node = node
@@ -63,7 +61,7 @@ class EngineHost:
                 found = None
             if found is None:
                 found = await self._start(task, last)
-            await self._wait_ready(found)
+            await self._wait_ready(found, task.spec.engine.start_limit_s)
             found = await self._confirm(found, task)
             await self._engine(found).resume()
             return self._remember(found, epoch=task.epoch)
@@ -138,9 +136,15 @@ class EngineHost:
         node = node_spec(task.spec, self._node)
         port = free_port()
         bind = self._host if self._host in LOOPBACK else "0.0.0.0"  # noqa: S104 - other machines have to reach it
-        command = engine_command(task.spec, node, bind, port, self._state.node(self._node) / "tokens.jsonl")
+        place = Place(node, bind, port, self._state.node(self._node) / "tokens.jsonl")
+        launch = kind_of(task.spec.engine).launch(task.spec, place)
         process = await asyncio.to_thread(
-            spawn, command, log=self._log, cores=node.cores, threads=node.threads, environment={}
+            spawn,
+            launch.command,
+            log=self._log,
+            cores=node.cores,
+            threads=node.threads,
+            environment=launch.environment,
         )
         log.info("started the engine of %s: pid %d, port %d", task.run, process.pid, port)
         found = EngineResidency(
@@ -156,15 +160,16 @@ class EngineHost:
         found.write(self._file)
         return found
 
-    async def _wait_ready(self, found: EngineResidency) -> None:
-        end = time.monotonic() + START_LIMIT_S
+    async def _wait_ready(self, found: EngineResidency, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
         while not await self._answers(found):
             if not found.process.alive():
                 raise EngineUnavailable(
                     f"the engine on {self._node} did not start; end of {self._log}:\n{tail(self._log)}"
                 )
             if time.monotonic() > end:
-                raise EngineUnavailable(f"the engine on {self._node} was not ready within {START_LIMIT_S:g} s")
+                await found.process.end()
+                raise EngineUnavailable(f"the engine on {self._node} was not ready within {limit_s:g} s; it was ended")
             await asyncio.sleep(POLL_S)
 
     async def _confirm(self, found: EngineResidency, task: EngineTask) -> EngineResidency:
@@ -220,7 +225,7 @@ class EngineHost:
 
     def _engine(self, found: EngineResidency) -> Engine:
         if found.url not in self._adapters:
-            self._adapters[found.url] = self._connect(found.url)
+            self._adapters[found.url] = self._connect(found.kind, found.url)
         return self._adapters[found.url]
 
     def _remember(self, found: EngineResidency, *, epoch: int, serving: WeightsRef | None = None) -> EngineResidency:
@@ -241,26 +246,3 @@ def node_spec(spec: RunSpec, node: str) -> NodeSpec:
         if entry.id == node:
             return entry
     raise ConfigError(f"run {spec.run} has no node {node!r}: its nodes are {', '.join(n.id for n in spec.nodes)}")
-
-
-def engine_command(spec: RunSpec, node: NodeSpec, host: str, port: int, token_log: Path) -> list[str]:
-    """Command line of the run's engine on a node."""
-    engine: EngineSpec = spec.engine
-    command = [engine.python or sys.executable, "-m", f"workers.engines.{engine.kind}"]
-    flags: dict[str, object] = {
-        "--model-path": spec.model.path,
-        "--host": host,
-        "--port": port,
-        "--weight-version": 0,
-        "--dtype": spec.model.dtype,
-        "--max-running": engine.max_running,
-        "--max-context": spec.model.max_context,
-        "--kv-tokens": engine.kv_tokens,
-        "--threads": node.threads,
-        "--seed": spec.seed,
-    }
-    if engine.log_tokens:
-        flags["--log-tokens"] = token_log
-    for name, value in flags.items():
-        command += [name, str(value)]
-    return command

@@ -1,91 +1,102 @@
-"""The engines under test, each behind its HTTP server, and two checkpoints of one model."""
+"""The engines under test: each kind in turn, one real process a session, put back to version 0 after every test."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import contextlib
+import importlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from workers.engines.embedded.engine import EmbeddedEngine
-from workers.engines.embedded.settings import Settings
-from workers.engines.scripted import ScriptedEngine
-from workers.engines.server import Server
-from workers.engines.sglang import SglangEngine
+from storage.errors import EngineError
+from tests.contract.engines.driver import Bench, Checkpoints
+from tests.contract.engines.models import write_model
+from tests.contract.engines.rigs.base import Process, Rig
+
+KINDS = sorted(path.stem for path in (Path(__file__).parent / "rigs").glob("*.py") if path.stem != "base")
+"""Each has a module in ``rigs`` with the class ``<Kind>Rig``."""
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    first: Path
-    second: Path
-    vocab_size: int = 64
-    max_context: int = 512
+def rig_of(kind: str) -> Rig:
+    module = importlib.import_module(f"tests.contract.engines.rigs.{kind}")
+    rig: Rig = getattr(module, f"{kind.capitalize()}Rig")()
+    return rig
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def rig(request: pytest.FixtureRequest) -> Rig:
+    """Each kind of engine whose environment is built."""
+    found = rig_of(request.param)
+    if (reason := found.missing()) is not None:
+        pytest.skip(reason)
+    return found
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    paths = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            initializer_range=0.3,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
-        paths.append(tmp_path_factory.mktemp(f"checkpoint-{seed}"))
-        Qwen3ForCausalLM(config).save_pretrained(paths[-1])
-    return Checkpoints(*paths)
+def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoints]:
+    """Checkpoints of a family, made once."""
+    made: dict[str, Checkpoints] = {}
+
+    def make(family: str) -> Checkpoints:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = Checkpoints(*(write_model(folder / f"seed-{seed}", family, seed) for seed in range(2)))
+        return made[family]
+
+    return make
 
 
-@asynccontextmanager
-async def _embedded(checkpoints: Checkpoints) -> AsyncIterator[str]:
-    engine = await EmbeddedEngine.start(Settings(checkpoints.first))
-    server = Server(engine)
-    yield await server.start()
-    await server.stop()
-    await engine.stop()
+@pytest.fixture(scope="session")
+def checkpoints(make_checkpoints: Callable[[str], Checkpoints]) -> Checkpoints:
+    """What the servers serve unless a test starts its own."""
+    return make_checkpoints("qwen3")
 
 
-@asynccontextmanager
-async def _scripted(checkpoints: Checkpoints) -> AsyncIterator[str]:
-    engine = ScriptedEngine(
-        vocab_size=checkpoints.vocab_size,
-        max_context=checkpoints.max_context,
-        model_path=str(checkpoints.first),
-        delay_s=0.0005,
-        strict_loads=True,
-    )
-    async with engine:
-        yield engine.url
+@dataclass
+class _Servers:
+    """Running servers by kind; one that a test has killed is started anew for the next."""
+
+    folder: Callable[[str], Path]
+    running: dict[str, tuple[contextlib.ExitStack, Process]]
+
+    def get(self, rig: Rig, model: Path) -> Process:
+        if rig.kind not in self.running:
+            stack = contextlib.ExitStack()
+            self.running[rig.kind] = stack, stack.enter_context(rig.start(model, self.folder(rig.kind)))
+        return self.running[rig.kind][1]
+
+    def drop(self, rig: Rig) -> None:
+        if rig.kind in self.running:
+            self.running.pop(rig.kind)[0].close()
 
 
-ENGINES = {"embedded": _embedded, "scripted": _scripted}
-
-
-@pytest.fixture(params=sorted(ENGINES))
-def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of engine under test."""
-    return str(request.param)
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Servers]:
+    servers = _Servers(tmp_path_factory.mktemp, {})
+    yield servers
+    for stack, _ in servers.running.values():
+        stack.close()
 
 
 @pytest.fixture
-async def engine(kind: str, checkpoints: Checkpoints) -> AsyncIterator[SglangEngine]:
-    """Each engine in turn, through the adapter; the adapter checks no ids, so that the engine must."""
-    async with ENGINES[kind](checkpoints) as url:
-        adapter = SglangEngine(url, deadline_s=20.0, stall_s=20.0)
-        yield adapter
-        await adapter.close()
+def process(
+    rig: Rig, servers: _Servers, checkpoints: Checkpoints, record_property: Callable[[str, object], None]
+) -> Process:
+    """The running server."""
+    record_property("engine", rig.kind)
+    return servers.get(rig, checkpoints.first)
+
+
+@pytest.fixture
+async def bench(rig: Rig, process: Process, servers: _Servers, checkpoints: Checkpoints) -> AsyncIterator[Bench]:
+    """The engine behind its adapter; a server that cannot be put back is ended, and the next test gets a new one."""
+    bench = Bench(rig, process, checkpoints, rig.connect(process.url))
+    yield bench
+    try:
+        await bench.restore()
+    except (EngineError, TimeoutError):
+        servers.drop(rig)
+    finally:
+        await bench.engine.close()

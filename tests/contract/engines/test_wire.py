@@ -1,8 +1,10 @@
-"""What every engine must do, seen through its adapter."""
+"""SGLang's native wire as our own engines speak it, beyond what the contract asks of every engine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,56 @@ import pytest
 
 from storage.errors import EngineRejected
 from storage.weights import folder_digest
+from tests.contract.engines.driver import Checkpoints
 from workers.engines.base import FEATURES, Chunk, PauseMode, Sampling
+from workers.engines.embedded.engine import EmbeddedEngine
+from workers.engines.embedded.settings import Settings
+from workers.engines.scripted import ScriptedEngine
+from workers.engines.server import Server
 from workers.engines.sglang import SglangEngine
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LONG = 400
+
+
+@asynccontextmanager
+async def _embedded(checkpoints: Checkpoints) -> AsyncIterator[str]:
+    engine = await EmbeddedEngine.start(Settings(checkpoints.first))
+    server = Server(engine)
+    yield await server.start()
+    await server.stop()
+    await engine.stop()
+
+
+@asynccontextmanager
+async def _scripted(checkpoints: Checkpoints) -> AsyncIterator[str]:
+    engine = ScriptedEngine(
+        vocab_size=checkpoints.vocab_size,
+        max_context=checkpoints.max_context,
+        model_path=str(checkpoints.first),
+        delay_s=0.0005,
+        strict_loads=True,
+    )
+    async with engine:
+        yield engine.url
+
+
+SERVERS = {"embedded": _embedded, "scripted": _scripted}
+
+
+@pytest.fixture(params=sorted(SERVERS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of engine under test."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def engine(kind: str, checkpoints: Checkpoints) -> AsyncIterator[SglangEngine]:
+    """Each engine in turn, through the adapter; the adapter checks no ids, so that the engine must."""
+    async with SERVERS[kind](checkpoints) as url:
+        adapter = SglangEngine(url, deadline_s=20.0, stall_s=20.0)
+        yield adapter
+        await adapter.close()
 
 
 def rid(n: int) -> str:

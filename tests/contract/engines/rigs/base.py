@@ -1,0 +1,151 @@
+"""What the contract suite needs to know of an engine: one small :class:`Rig` for each kind.
+
+A rig starts the real process through the launcher that a node agent uses, says what the engine refuses, and makes its
+adapter. Everything the suite asks of an engine goes through :class:`workers.engines.base.Engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from storage.errors import EngineError
+from workers.engines.base import FEATURES, Engine
+from workers.engines.kinds import KINDS
+from workers.engines.launch import Place
+from workers.node_agent.spawn import free_port, tail
+from workers.residency import ProcessRef
+from workflows.spec import RunSpec
+
+ABILITIES = frozenset(
+    {
+        "policy",  # its tokens come from the model's weights
+        "min_p",
+        "seeds",
+        "stop_strings",
+        "abort_partial",  # an aborted request gives back what it has
+        "pause_abort",
+        "pause_retract",
+        "pause_in_place",
+        "spans",  # the engine says the exact weight version of every token
+        "load_unpaused",  # weights change under running requests without a pause
+        "release_memory",
+        "tied_and_untied",  # serves Qwen3 with a tied and Llama with an untied head
+        "collective",  # weights by broadcast
+    }
+) | frozenset().union(*FEATURES.values())
+"""What an engine may be able to do. What it is not able to do it refuses, and the suite checks that it does."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running engine."""
+
+    url: str
+    pid: int
+    log: Path
+    model: Path
+
+    def signal(self, number: int) -> None:
+        """To all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class Rig:
+    """Base of all rigs; a subclass sets what differs."""
+
+    kind: ClassVar[str]
+    abilities: ClassVar[frozenset[str]]
+    """Of :data:`ABILITIES`."""
+    start_limit_s: ClassVar[float] = 60.0
+    engine: ClassVar[dict[str, Any]] = {}
+    """Keys of the run file's section ``engine``."""
+
+    def missing(self) -> str | None:
+        """Why the engine cannot run here; it names the make target."""
+        if self.kind not in KINDS:
+            return f"no adapter for {self.kind}"
+        return KINDS[self.kind].missing(self.spec(Path("model")).engine)
+
+    def spec(self, model: Path) -> RunSpec:
+        """A run file that names this engine."""
+        return RunSpec.model_validate(
+            {
+                "run": "contract",
+                "model": {"path": str(model), "max_context": 512},
+                "data": {"path": "tasks.jsonl"},
+                "reward": {"target": "reward:score"},
+                "nodes": [{"id": "n0", "tags": ["rollout", "train"]}],
+                "engine": {"kind": self.kind, "kv_tokens": 16384, "max_running": 16, **self.engine},
+            }
+        )
+
+    @contextlib.contextmanager
+    def start(self, model: Path, folder: Path) -> Iterator[Process]:
+        """The engine as a process of its own, ready; it is killed whole at the end."""
+        spec, port = self.spec(model), free_port()
+        launch = KINDS[self.kind].launch(spec, Place(spec.nodes[0], "127.0.0.1", port, folder / "tokens.jsonl"))
+        log = folder / "engine.log"
+        with log.open("ab") as output:
+            started = subprocess.Popen(
+                launch.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **launch.environment},
+            )
+        process = Process(f"http://127.0.0.1:{port}", started.pid, log, model)
+        try:
+            reference = ProcessRef.of(started.pid)
+            with ThreadPoolExecutor(1) as thread:  # a loop of its own, whatever runs here
+                thread.submit(asyncio.run, self._until_ready(process, reference)).result()
+            yield process
+        finally:
+            process.signal(signal.SIGKILL)
+            started.wait()
+
+    async def _until_ready(self, process: Process, reference: ProcessRef) -> None:
+        adapter = self.connect(process.url)
+        try:
+            async with asyncio.timeout(self.start_limit_s):
+                while not await self._answers(adapter):
+                    if not reference.alive():
+                        raise AssertionError(f"{self.kind} did not start:\n{tail(process.log)}")
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise AssertionError(
+                f"{self.kind} was not ready in {self.start_limit_s:g} s:\n{tail(process.log)}"
+            ) from None
+        finally:
+            await adapter.close()
+
+    async def _answers(self, adapter: Engine) -> bool:
+        try:
+            return await adapter.ready()
+        except EngineError:
+            return False
+
+    def connect(self, url: str) -> Engine:
+        """The adapter as production uses it."""
+        return KINDS[self.kind].connect(url)
+
+    async def version(self, engine: Engine) -> str:
+        """Of the engine's release."""
+        raise NotImplementedError
+
+
+def copy_checkpoint(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint, to be changed."""
+    shutil.copytree(source, target)
+    return target

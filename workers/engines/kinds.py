@@ -1,0 +1,95 @@
+"""The kinds of engine a run file can name: how each is started and spoken to. Imports no torch.
+
+A real server runs in an environment of its own (``.engines/<kind>``), which ``make engine-<kind>`` builds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import ConfigError
+from workers.engines.base import Engine
+from workers.engines.launch import Launch, Place
+from workers.engines.sglang import SglangEngine
+from workflows.spec import EngineSpec, RunSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One value of ``engine.kind``."""
+
+    name: str
+    launch: Callable[[RunSpec, Place], Launch]
+    """Raises :class:`ConfigError` for what the engine cannot do on this machine."""
+    connect: Callable[[str], Engine]
+    """The adapter for an engine at a base URL."""
+    own_environment: bool = False
+    """Whether it lives in an environment of its own."""
+
+    def interpreter(self, engine: EngineSpec) -> str:
+        """The Python that runs it."""
+        if engine.python is not None:
+            return engine.python
+        return str(ROOT / ".engines" / self.name / "bin" / "python") if self.own_environment else sys.executable
+
+    def missing(self, engine: EngineSpec) -> str | None:
+        """Why its interpreter cannot be used, and what to do; None if it can."""
+        path = self.interpreter(engine)
+        if os.access(path, os.X_OK):
+            return None
+        if engine.python is not None or not self.own_environment:
+            return f"{path} is no program that can be run"
+        return f"the {self.name} environment is missing ({path}): run make engine-{self.name}"
+
+
+def _ours(spec: RunSpec, place: Place) -> Launch:
+    """The command line that all engines of ours share."""
+    engine = spec.engine
+    flags: dict[str, object] = {
+        "--model-path": spec.model.path,
+        "--host": place.host,
+        "--port": place.port,
+        "--weight-version": 0,
+        "--dtype": spec.model.dtype,
+        "--max-running": engine.max_running,
+        "--max-context": spec.model.max_context,
+        "--kv-tokens": engine.kv_tokens,
+        "--threads": place.node.threads,
+        "--seed": spec.seed,
+    }
+    if engine.log_tokens:
+        flags["--log-tokens"] = place.token_log
+    command = [KINDS[engine.kind].interpreter(engine), "-m", f"workers.engines.{engine.kind}"]
+    for name, value in flags.items():
+        command += [name, str(value)]
+    return Launch(tuple(command))
+
+
+KINDS: dict[str, EngineKind] = {
+    kind.name: kind
+    for kind in (
+        EngineKind("embedded", _ours, SglangEngine),
+        EngineKind("scripted", _ours, SglangEngine),
+    )
+}
+"""By ``engine.kind``."""
+
+
+def kind_of(engine: EngineSpec) -> EngineKind:
+    """The kind of engine that a run file asks for."""
+    if engine.kind not in KINDS:
+        raise ConfigError(f"engine.kind {engine.kind!r} is not supported here, only {', '.join(sorted(KINDS))}")
+    return KINDS[engine.kind]
+
+
+def connect(kind: str, url: str) -> Engine:
+    """The adapter for the engine of ``kind`` at ``url``; raises :class:`ConfigError` for an unknown kind."""
+    if kind not in KINDS:
+        raise ConfigError(f"engine kind {kind!r} is not known here, only {', '.join(sorted(KINDS))}")
+    return KINDS[kind].connect(url)
