@@ -264,7 +264,7 @@ def _add_peers(app: FastAPI, service: Service, peers: Peers, key: list[Any]) -> 
 
     @app.exception_handler(Elsewhere)
     async def elsewhere(request: Request, owner: Elsewhere) -> Response:
-        if request.headers.get(PASSED_ON):  # the session moved this moment
+        if request.headers.get(PASSED_ON) or not owner.url:  # the session moves this moment
             return Response(status_code=503)
         path = request.scope["raw_path"] + b"?" + request.scope["query_string"]
         status, body = await peers.pass_on(owner.url, request.method, path.decode("latin-1"), await request.body())

@@ -8,6 +8,7 @@ import math
 import time
 from typing import NoReturn
 
+from proxy.peers import Elsewhere
 from proxy.samples import SampleDesk
 from proxy.sessions import Sessions
 from storage.errors import SeamlessFlowError
@@ -45,8 +46,8 @@ class Housekeeping:
         for record in [*(record for record in held if record.session not in open_now), *records]:
             try:
                 await self._look_at(record, open_now, now)
-            except SeamlessFlowError as error:
-                _log.warning("session %s was not ended: %s", record.session, error)
+            except (SeamlessFlowError, Elsewhere) as error:
+                _log.warning("session %s was not ended: %r", record.session, error)
 
     async def _look_at(self, record: SessionRecord, open_now: set[str], now: float) -> None:
         expires: float = record.policy.get("expires") or math.inf

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Elsewhere(Exception):  # no error: it says who to ask
-    """Another proxy owns the session and lives, at ``url``."""
+    """Another proxy owns the session and lives, at ``url``; empty: nobody can say at the moment, ask again."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -141,10 +141,13 @@ class Peers:
         return found[0] if found else None
 
     async def own(self, record: SessionRecord, fenced: Callable[[FencedError], None]) -> Pen:
-        """Make the session ours, if its owner is dead, and get a pen for it. Raises Elsewhere if its owner lives."""
+        """Make the session ours, if its owner is dead, and get a pen for it.
+
+        Raises Elsewhere if its owner lives, or this proxy has no lease and cannot own anything.
+        """
         session = record.session
         if not self._leased.is_set():
-            raise StorageError(f"session {session} cannot be served now: this proxy cannot renew its lease")
+            raise Elsewhere("")
         while record.proxy != self.id:
             owner = await self.owner(record)
             if owner is not None:

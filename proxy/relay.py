@@ -57,19 +57,20 @@ class Relay:
             try:
                 await self._app(scope, receive if body is None else _again(body, receive), send)
                 return
-            except Elsewhere as owner:
-                url = owner.url
+            except Elsewhere as elsewhere:
+                url = elsewhere.url
             if any(name == _PASSED_ON for name, _ in scope["headers"]):
                 await reply(send, MISDIRECTED, [], b"")
                 return
             body = await read_body(receive) if body is None else body
             if body is None:
                 return
-            if await self._forward(url, scope, body, receive, send):
+            if url and await self._forward(url, scope, body, receive, send):
                 return
             self._peers.forget()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"the proxy at {url}, which owns this session, gave no answer within {LIMIT_S:g} s")
+                owner = f"the proxy at {url}, which owns this session," if url else "the proxy that owns this session"
+                raise DeadlineError(f"{owner} gave no answer within {LIMIT_S:g} s")
             await asyncio.sleep(PAUSE_S)
 
     async def _forward(self, url: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:

@@ -113,6 +113,8 @@ class Sessions:
             found, closed = record.session, record.closed
         if session is not None and session != found:
             raise AuthenticationFailed(f"the API key is not of session {session!r}: each session has its own")
+        if self._peers is not None and found not in self._live:
+            self._peers.check(found)
         if closed or (live := await self.get(found)).ended:
             raise SessionClosed(f"session {found} has ended: its attempt was finished or given up")
         self._by_key[digest] = found
@@ -125,8 +127,6 @@ class Sessions:
         """
         live = self._live.get(session)
         if live is None:
-            if self._peers is not None:
-                self._peers.check(session)
             loading = self._loading.get(session)
             if loading is None:
                 loading = asyncio.create_task(self._rebuild(session), name=f"rebuild {session}")
