@@ -18,8 +18,8 @@ from proxy.trajectory import reasoning
 from proxy.trajectory.answer import AnswerBuilder, Delta
 from proxy.trajectory.canonical import Message, extend_digest, tools_digest
 from proxy.trajectory.policy import Policy, Used, asked, check_limits, decide
+from proxy.trajectory.reading import Reading
 from proxy.trajectory.renderer import Renderer
-from proxy.trajectory.toolcalls import NoParser, parser_factory
 from proxy.trajectory.tree import ROOT, Ids, Tree
 from proxy.trajectory.turn import Choice, Outcome, Placement, Turn
 from storage.errors import InvalidRequest, PreviousResponseNotFound, SessionClosed, UnsupportedParameter
@@ -144,13 +144,12 @@ class Session:
 
     def builder(self, turn: Turn) -> AnswerBuilder:
         """A fresh builder of one of the turn's answers."""
-        policy = self.policy
+        reading = self._reading(tools=turn.parse_tools, raw=turn.raw)
         opened = not turn.raw and self._reasoning_is_open(self.prompt_ids(turn))
-        tools = parser_factory(policy.tool_parser, policy.tool_open, policy.tool_close)
         return AnswerBuilder(
-            self.renderer.decode,
-            reasoning.reasoning_factory("none" if turn.raw else policy.reasoning_parser)(opened),
-            tools(turn.tools) if turn.parse_tools else NoParser(),
+            reading.decode,
+            reading.reasoning(opened=opened),
+            reading.calls(turn.tools),
             stops=turn.used.stop,
             silent=self.renderer.eos_ids,
             prefix=turn.prefix,
@@ -313,16 +312,24 @@ class Session:
         kind, name = request.tool_choice
         if kind not in ("required", "named"):
             return ""
-        policy = self.policy
-        parser = parser_factory(policy.tool_parser, policy.tool_open, policy.tool_close)(request.tools)
-        prefix = parser.forced_prefix(name or None)
+        prefix = self._reading(tools=True).calls(request.tools).forced_prefix(name or None)
+        kind = self.policy.tool_parser
         if prefix is None:
             raise UnsupportedParameter(
-                f"tool_choice cannot force a call with tool parser {policy.tool_parser!r}", param="tool_choice"
+                f"tool_choice cannot force a call with tool parser {kind!r}", param="tool_choice"
             )
         # A template may have opened a block of reasoning, in which no call can begin.
-        closing = reasoning.MARKS[policy.reasoning_parser][1] if self._reasoning_is_open(placement.ids) else ""
+        closing = reasoning.MARKS[self.policy.reasoning_parser][1] if self._reasoning_is_open(placement.ids) else ""
         return f"{closing}\n\n{prefix}" if closing else prefix
+
+    def _reading(self, *, tools: bool, raw: bool = False) -> Reading:
+        """How answers are read; a raw one is text as it was generated."""
+        policy = self.policy
+        if raw:
+            return self.renderer.reading("none", "none")
+        if not tools:
+            return self.renderer.reading("none", policy.reasoning_parser)
+        return self.renderer.reading(policy.tool_parser, policy.reasoning_parser, policy.tool_open, policy.tool_close)
 
     def _reasoning_is_open(self, prompt: Ids) -> bool:
         """Whether the answer to ``prompt`` begins inside a block of reasoning, which then has no opening mark."""
