@@ -42,6 +42,7 @@ from storage.books.records import (
     State,
     StepRecord,
 )
+from storage.books.retention import Retention
 from storage.books.routes import Routes
 from storage.books.runs import Runs
 from storage.books.samples import Samples
@@ -78,7 +79,7 @@ __all__ = [
 ]
 
 
-class Ledger(Runs, Samples, Groups, Batches, Sessions, Routes, Balance):
+class Ledger(Runs, Samples, Groups, Batches, Sessions, Routes, Retention, Balance):
     """All parts of the ledger over one database.
 
     Args:

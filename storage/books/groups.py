@@ -78,19 +78,21 @@ class Groups(Part):
     def complete_groups(self, run: str, stream: str = TRAIN) -> list[GroupRows]:
         """Groups whose samples are all scored or terminal, at least one scored, and that have no shard yet."""
         with self._db.read() as connection:
-            per_task = stream_row(connection, run, stream).samples_per_task
-            scored = sa.select(samples.c.ordinal).where(in_stream(run, stream), samples.c.state == State.SCORED)
-            ready = samples.c.state.in_([State.SCORED, *TERMINAL])
-            complete = (
-                sa.select(samples.c.ordinal)
-                .where(in_stream(run, stream), samples.c.ordinal.in_(scored.distinct()), ready)
-                .group_by(samples.c.ordinal)
-                .having(sa.func.count() == per_task)
-            )
-            query = sa.select(samples).where(in_stream(run, stream), samples.c.ordinal.in_(complete))
+            complete = samples.c.ordinal.in_(_complete(run, stream, stream_row(connection, run, stream)))
+            query = sa.select(samples).where(in_stream(run, stream), complete)
             rows = connection.execute(query.order_by(samples.c.ordinal, samples.c.sample)).all()
         members = groupby((row_of(row) for row in rows), key=lambda row: row.key.ordinal)
         return [GroupRows(run, stream, ordinal, tuple(group)) for ordinal, group in members]
+
+    def unwritten(self, run: str, stream: str = TRAIN) -> tuple[int, int]:
+        """How many groups are complete and have no shard yet, and the tokens of their scored samples."""
+        tokens = sa.func.coalesce(sa.func.sum(samples.c.prompt_tokens + samples.c.completion_tokens), 0)
+        query = sa.select(sa.func.count(samples.c.ordinal.distinct()), tokens)
+        with self._db.read() as connection:
+            complete = samples.c.ordinal.in_(_complete(run, stream, stream_row(connection, run, stream)))
+            scored = samples.c.state == State.SCORED
+            found = connection.execute(query.where(in_stream(run, stream), scored, complete)).one()
+        return int(found[0]), int(found[1])
 
     def commit_group(
         self, run: str, stream: str, ordinal: int, shard_key: str, sha256: str, tokens_by_session: Mapping[str, int]
@@ -201,6 +203,14 @@ def end_group(
         groups.update().where(_group(run, stream, ordinal), groups.c.state == State.GROUPED).values(values)
     )
     return changed
+
+
+def _complete(run: str, stream: str, admission: sa.Row[Any]) -> sa.Select[Any]:
+    """Ordinals of the groups whose samples are all scored or terminal, at least one scored."""
+    scored = sa.select(samples.c.ordinal).where(in_stream(run, stream), samples.c.state == State.SCORED)
+    ready = samples.c.state.in_([State.SCORED, *TERMINAL])
+    mine = sa.select(samples.c.ordinal).where(in_stream(run, stream), samples.c.ordinal.in_(scored.distinct()), ready)
+    return mine.group_by(samples.c.ordinal).having(sa.func.count() == admission.samples_per_task)
 
 
 def _group(run: str, stream: str, ordinal: int) -> sa.ColumnElement[bool]:

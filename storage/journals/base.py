@@ -134,9 +134,9 @@ class Journal(ABC):
         return work.epoch
 
     async def delete(self, *sessions: str) -> Removed:
-        """Remove all records of sessions; their token counts stay.
+        """Remove all records of sessions and who owns them; their token counts stay.
 
-        Sessions that are unknown, or were removed before, change nothing.
+        An owner that had not noticed the end of its session cannot write to it any more.
         """
         works = [Delete(session) for session in sessions]
         for work in works:

@@ -145,7 +145,9 @@ class PostgresJournal(Journal):
         return [row[0] for row in self._select("SELECT session FROM journal_sessions WHERE NOT closed ORDER BY id")]
 
     def owner(self, session: str) -> tuple[str, int] | None:
-        found = self._select("SELECT owner, epoch FROM journal_sessions WHERE session = %s AND epoch > 0", session)
+        found = self._select(
+            "SELECT owner, epoch FROM journal_sessions WHERE session = %s AND owner IS NOT NULL", session
+        )
         return found[0] if found else None
 
     def tokens(self) -> TokenCounts:
@@ -303,6 +305,8 @@ def _delete(connection: psycopg.Connection[Any], session: str) -> Removed:
         number, ids, sampled = found
         ((rows, size, more_ids, more_sampled),) = connection.execute(_DELETE, (number,)).fetchall()
         counts = TokenCounts(int(ids + more_ids), int(sampled + more_sampled))
-        change: LiteralString = "UPDATE journal_sessions SET n_ids = %s, n_sampled = %s WHERE id = %s"
+        change: LiteralString = (
+            "UPDATE journal_sessions SET n_ids = %s, n_sampled = %s, owner = NULL, epoch = epoch + 1 WHERE id = %s"
+        )
         connection.execute(change, (counts.ids, counts.sampled, number))
     return Removed(int(rows), int(size), {session: counts})

@@ -104,7 +104,7 @@ class SqliteJournal(Journal):
         return [row[0] for row in self._select("SELECT session FROM sessions WHERE closed = 0 ORDER BY id")]
 
     def owner(self, session: str) -> tuple[str, int] | None:
-        found = self._select("SELECT owner, epoch FROM sessions WHERE session = ? AND epoch > 0", session)
+        found = self._select("SELECT owner, epoch FROM sessions WHERE session = ? AND owner IS NOT NULL", session)
         return found[0] if found else None
 
     def tokens(self) -> TokenCounts:
@@ -278,7 +278,8 @@ class SqliteJournal(Journal):
         self._numbers.pop(work.session, None)
         connection.execute(_COUNT)
         connection.execute("DELETE FROM records WHERE session = ?", (number,))
-        connection.execute("UPDATE sessions SET n_ids = ?, n_sampled = ? WHERE id = ?", (ids, sampled, number))
+        left = "UPDATE sessions SET n_ids = ?, n_sampled = ?, owner = NULL, epoch = epoch + 1 WHERE id = ?"
+        connection.execute(left, (ids, sampled, number))
         connection.execute("UPDATE counted SET seq = (SELECT IFNULL(MAX(seq), 0) FROM records)")
         work.removed = Removed(rows, size, {work.session: TokenCounts(ids, sampled)})
         self._logged += size + _PAGE * rows

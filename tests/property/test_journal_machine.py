@@ -87,6 +87,8 @@ class JournalMachine(RuleBasedStateMachine):
         removed = self.run(self.journals[proxy].delete(session))
         assert removed.bytes >= 8 * len(self.held[session])
         self.held[session] = []
+        if session in self.open:
+            self.epochs[session] += 1
 
     @rule(proxy=PROXIES)
     def restart(self, proxy: int) -> None:

@@ -202,6 +202,16 @@ async def test_an_owner_writes_until_another_takes_the_session(journal: Journal)
     assert journal.tokens() == TokenCounts(3, 2)
 
 
+async def test_an_owner_of_removed_records_cannot_write_any_more(journal: Journal) -> None:
+    epoch = await journal.take("s", "proxy-1")
+    await journal.append(chunk("s", 1), closed("s"), epoch=epoch)
+    await journal.delete("s")
+    assert await asyncio.to_thread(journal.owner, "s") is None
+    with pytest.raises(FencedError):
+        await journal.append(chunk("s", 2), epoch=epoch)
+    assert journal.read("s") == []
+
+
 async def test_a_take_over_is_seen_by_the_process_that_lost_the_session(journal: Journal, database_url: str) -> None:
     epoch = await journal.take("s", "proxy-1")
     await journal.append(prompt("s", 1), epoch=epoch)
