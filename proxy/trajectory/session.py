@@ -315,7 +315,9 @@ class Session:
         prefix = self._reading(tools=True).calls(request.tools).forced_prefix(name or None)
         parser = self.policy.tool_parser
         if prefix is None:
-            raise UnsupportedParameter(f"tool_choice cannot force calls with tool parser {parser!r}", param="tool_choice")
+            raise UnsupportedParameter(
+                f"tool_choice cannot force calls with tool parser {parser!r}", param="tool_choice"
+            )
         # A template may have opened a block of reasoning, in which no call can begin.
         closing = reasoning.MARKS[self.policy.reasoning_parser][1] if self._reasoning_is_open(placement.ids) else ""
         return f"{closing}\n\n{prefix}" if closing else prefix
