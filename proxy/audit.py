@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,12 +30,24 @@ def audit(run: str, ledger: Ledger, store: Store, rebuild: Callable[[str], Sessi
     ``tokens_lost`` are journalled tokens of such sessions that no shard holds.
     """
     found = _shard_generations(run, store)
+    held: Counter[str] = Counter()
+    for shard, generation in found.values():
+        held[generation.session] += sum(len(shard.spans[index].ids) for index in generation.spans)
     sessions = tokens_journalled = tokens_in_shards = tokens_lost = 0
     mismatches: list[str] = []
     for row in ledger.samples(run, TRAIN):
         if row.session is None or not (row.state in _IN_SHARDS or (row.state is State.FILTERED and row.tokens)):
             continue
         sessions += 1
+        collected = ledger.session(row.session).collected
+        if collected is not None:  # its journal is gone but for the number of its tokens
+            tokens = held[row.session]
+            tokens_journalled += collected
+            tokens_in_shards += min(tokens, collected)
+            tokens_lost += max(collected - tokens, 0)
+            if tokens != collected:
+                mismatches.append(f"session {row.session}: the journal held {collected} tokens, its shard {tokens}")
+            continue
         session = rebuild(row.session)
         trainable = session.trainable()
         for turn, choice in session.generations():

@@ -1,4 +1,4 @@
-"""What ends without anybody asking for it: sessions whose time is over, and those that were closed elsewhere."""
+"""What ends without anybody asking: sessions whose time is over or that were closed elsewhere, old journal records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import NoReturn
 from proxy.peers import Elsewhere
 from proxy.samples import SampleDesk
 from proxy.sessions import Sessions
+from storage.collect import RetentionPolicy, collect
 from storage.errors import SeamlessFlowError
+from storage.journal import Journal
 from storage.ledger import Ledger, SessionRecord
+from workflows.spec import JournalSpec
 
 SWEEP_S = 5.0
+COLLECT_S = 60.0
 TIME_LIMIT = "time_limit"
 """Cause of samples whose session expired: whoever ran the agent did not end it in time."""
 
@@ -24,18 +28,34 @@ _log = logging.getLogger(__name__)
 class Housekeeping:
     """:meth:`run` sweeps until it is cancelled."""
 
-    def __init__(self, ledger: Ledger, sessions: Sessions, samples: SampleDesk) -> None:
+    def __init__(self, ledger: Ledger, journal: Journal, sessions: Sessions, samples: SampleDesk) -> None:
         self._ledger = ledger
+        self._journal = journal
         self._sessions = sessions
         self._samples = samples
 
     async def run(self) -> NoReturn:
+        collected = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
                 await self.sweep()
+                if time.monotonic() - collected > COLLECT_S:
+                    await self.collect()
+                    collected = time.monotonic()
             except SeamlessFlowError as error:
-                _log.error("sessions were not looked through: %s", error)
+                _log.error("housekeeping is tried again in %g s: %s", SWEEP_S, error)
+
+    async def collect(self) -> None:
+        """Let journal records go that shards or checkpoints have superseded, as the runs' files say."""
+        for info in await asyncio.to_thread(self._ledger.runs):
+            spec = JournalSpec.model_validate(info.spec.get("journal", {}))
+            if spec.keep_s is None:
+                continue
+            policy = RetentionPolicy(keep_s=spec.keep_s, outside_s=spec.keep_free_s)
+            gone = await collect(self._ledger, self._journal, info.run, policy)
+            if gone.sessions:
+                _log.info("run %s: %d sessions left the journal (%d bytes)", info.run, gone.sessions, gone.bytes)
 
     async def sweep(self) -> None:
         """End what has to end; a session that cannot be ended now is tried again by the next sweep."""

@@ -38,12 +38,15 @@ class SampleDesk:
         """Start samples.
 
         ``holding``: the sessions the worker has. Others of its running samples
-        are given back, since the answer that carried them was lost.
+        are given back, since the answer that carried them was lost. Nothing to
+        train on starts while too much waits for the object store.
         """
         run = await self._runs.get(name)
         if holding is not None:
             await self._give_back_lost(run, stream, worker, set(holding))
         try:
+            if stream == TRAIN and await self._writer.full(name):
+                return []
             claims = await asyncio.to_thread(self._ledger.claim_samples, name, stream, worker, limit)
         except NotFoundError:
             return []  # a stream without admission lets nothing start

@@ -71,8 +71,10 @@ class Service:
         self.writer = ShardWriter(ledger, store, self.sessions)
         self.desk = SampleDesk(ledger, self.runs, self.sessions, self.writer)
         self.session_desk = SessionDesk(ledger, self.runs, self.sessions, self.desk)
-        self.housekeeping = Housekeeping(ledger, self.sessions, self.desk)
-        self._status = Status(ledger, journal, self.runs, self.sessions, self.routes, self.counters, self.peers)
+        self.housekeeping = Housekeeping(ledger, journal, self.sessions, self.desk)
+        self._status = Status(
+            ledger, journal, self.runs, self.sessions, self.routes, self.counters, self.writer, self.peers
+        )
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:

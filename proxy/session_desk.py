@@ -106,6 +106,7 @@ class SessionDesk:
             "created": record.created,
             "ended": record.ended,
             "closed": record.closed,
+            "collected": record.collected,
             "reward": reward,
             "cause": cause,
             "limits": {name: getattr(policy, name) for name in ("max_turns", "max_session_tokens", "expires")},

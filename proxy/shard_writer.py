@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Protocol
 
 from proxy.sessions import Sessions
@@ -17,6 +19,12 @@ from storage.ledger import TRAIN, GroupRows, Ledger, SampleRow
 
 TOO_SMALL = "group_too_small"
 """Cause of a group with fewer than two scored samples: it has no advantage."""
+MAX_GROUPS = 64
+"""Complete groups without a shard beyond which nothing new starts, so that a store that is away costs no memory."""
+MAX_TOKENS = 32_000_000
+"""The same by the tokens of their sessions."""
+SLOW_S = 5.0
+"""A write that takes longer is told as a wait."""
 _PAUSE_S = 2.0
 """Before a shard that could not be written is tried again."""
 
@@ -39,6 +47,22 @@ class ShardWriter:
         self._wanted: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sweeping = asyncio.Lock()
+        self._since: dict[str, float] = {}
+        """Since when the oldest unwritten group of a run is tried."""
+        self._problems: dict[str, str] = {}
+
+    async def full(self, run: str) -> bool:
+        """Whether so much of ``run`` waits for the object store that nothing new may start."""
+        groups, tokens = await asyncio.to_thread(self._ledger.unwritten, run)
+        return groups >= MAX_GROUPS or tokens >= MAX_TOKENS
+
+    def waits_for(self, run: str) -> str:
+        """What its shards wait for, since when and why; empty if they are written as they come."""
+        since, problem = self._since.get(run), self._problems.get(run, "")
+        if since is None or not (problem or time.time() - since > SLOW_S):
+            return ""
+        at = datetime.fromtimestamp(since, UTC).isoformat(timespec="seconds")
+        return f"the object store since {at}" + (f": {problem}" if problem else "")
 
     def kick(self, run: str) -> None:
         """Look for complete groups of ``run`` now; also called for every run at start."""
@@ -76,6 +100,7 @@ class ShardWriter:
                 try:
                     await self.sweep(run)
                 except SeamlessFlowError as error:
+                    self._problems[run] = str(error)
                     _log.error("shards of run %s: %s; trying again in %g s", run, error, _PAUSE_S)
                     self._wanted.add(run)
                     await asyncio.sleep(_PAUSE_S)
@@ -84,12 +109,15 @@ class ShardWriter:
 
     async def _write(self, group: GroupRows) -> None:
         where = (group.run, group.stream, group.ordinal)
+        self._since.setdefault(group.run, time.time())
         names = [row.session or "" for row in group.scored]
         if len(names) < 2:
             await asyncio.to_thread(self._ledger.filter_group, *where, TOO_SMALL)
         else:
             sessions = [(await self._sessions.get(name)).session for name in names]
             await asyncio.to_thread(self._write_shard, group, sessions)
+        self._since.pop(group.run)
+        self._problems.pop(group.run, None)
         for name in names:
             self._sessions.forget(name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,7 @@ from proxy.peers import Peers
 from proxy.routes import RouteTable
 from proxy.runs import Runs
 from proxy.sessions import Sessions
+from proxy.shard_writer import ShardWriter
 from proxy.trajectory.session import Session
 from proxy.trajectory.turn import Turn
 from storage.journal import Journal
@@ -21,6 +23,8 @@ from storage.ledger import TRAIN, Failure, Ledger, SampleRow, State
 from storage.metrics import overlap_fraction
 
 _RATE_WINDOW_S = 10.0
+_TEXTS = ("live", "waits_for")
+"""Of what a process knows of a run: what is no number."""
 _DONE = (State.SCORED, State.TRAINED, State.FILTERED, State.FAILED)
 
 
@@ -55,8 +59,10 @@ class Status:
         sessions: Sessions,
         routes: RouteTable,
         counters: Counters,
+        writer: ShardWriter,
         peers: Peers | None,
     ) -> None:
+        self._writer = writer
         self._peers = peers
         self._ledger = ledger
         self._journal = journal
@@ -71,12 +77,12 @@ class Status:
         await self._runs.get(name)
         here = self.activity(name)
         others = [] if self._peers is None else await self._peers.activities(name)
-        total = {what: sum(one[what] for one in (here, *others)) for what in here if what != "live"}
+        total = {what: sum(one[what] for one in (here, *others)) for what in here if what not in _TEXTS}
         live = Counter(here["live"])
         for other in others:
             live.update(other["live"])
         facts = await asyncio.to_thread(self._facts, name)
-        (turns, forks), journalled = facts.pop("noted"), facts.pop("journalled")
+        (turns, forks), journalled, unwritten = (facts.pop(what) for what in ("noted", "journalled", "unwritten"))
         return {
             "run": name,
             **facts,
@@ -87,6 +93,11 @@ class Status:
                 "per_s": round(total["per_s"], 2),
             },
             "generations_in_flight": total["generations"],
+            "shards": {
+                "unwritten_groups": unwritten[0],
+                "unwritten_tokens": unwritten[1],
+                "waits_for": next((one["waits_for"] for one in (here, *others) if one["waits_for"]), ""),
+            },
             "turns": turns + total["turns"],
             "forks": forks + total["forks"],
             "routes": [{**route, "live": live[route["lease"]]} for route in self._routes.describe(name)],
@@ -102,11 +113,13 @@ class Status:
             "generations": sum(session.running() for session in self._sessions.live(name)),
             "turns": turns,
             "forks": forks,
+            "waits_for": self._writer.waits_for(name),
             "live": {route["lease"]: route["live"] for route in self._routes.describe(name)},
         }
 
     def _facts(self, name: str) -> dict[str, Any]:
         books = self._ledger.books(name)
+        streams = self._ledger.streams(name)
         intervals = self._ledger.intervals(name)
         trained = [interval for interval in intervals if interval.kind == "train"]
         generated = [interval for interval in intervals if interval.kind == "generate"]
@@ -114,18 +127,19 @@ class Status:
             "spec": self._ledger.run_info(name).spec,
             "journalled": self._journal.tokens().sampled,
             "noted": self._ledger.turns_of(name),
+            "unwritten": self._ledger.unwritten(name) if TRAIN in streams else (0, 0),
             "sessions_in_flight": self._ledger.open_sessions(name),
             "proxies": [{"url": proxy.url, "lease_until": proxy.lease_until} for proxy in self._ledger.proxies()],
             "books": {**asdict(books), "balanced": books.balanced},
             "failures": [_failure(failure) for failure in self._ledger.failures(name)],
             "steps": [asdict(step) for step in self._ledger.steps(name)],
-            "evaluations": self._evaluations(name),
+            "evaluations": self._evaluations(name, streams),
             "overlap_fraction": overlap_fraction(trained, generated),
         }
 
-    def _evaluations(self, name: str) -> list[dict[str, Any]]:
-        streams = sorted(set(self._ledger.streams(name)) - {TRAIN}, key=_age)
-        return [{"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in streams]
+    def _evaluations(self, name: str, streams: Iterable[str]) -> list[dict[str, Any]]:
+        evaluations = sorted(set(streams) - {TRAIN}, key=_age)
+        return [{"stream": stream, **_rewards(self._ledger.samples(name, stream))} for stream in evaluations]
 
 
 def session_view(session: Session) -> dict[str, Any]:

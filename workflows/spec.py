@@ -247,6 +247,14 @@ class PipelineSpec(Spec):
     """A request waits at most this long for a route before its session ends as an infrastructure failure."""
 
 
+class JournalSpec(Spec):
+    keep_s: float | None = Field(default=3600.0, ge=0)
+    """The token records of a session leave the journal this long after its end, once its sample is trained on, filtered
+    or failed; None: never. The shards keep them."""
+    keep_free_s: float | None = Field(default=None, ge=0)
+    """The same for sessions outside the sample queue, which are in no shard; None: never."""
+
+
 class EvaluationSpec(Spec):
     every: int = Field(default=0, ge=0)
     """Evaluate the held-out tasks each so many steps; 0: only before the first and after the last."""
@@ -279,6 +287,7 @@ class RunSpec(Spec):
     trainer: TrainerSpec = TrainerSpec()
     pipeline: PipelineSpec = PipelineSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    journal: JournalSpec = JournalSpec()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
