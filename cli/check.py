@@ -132,11 +132,11 @@ def check_reward(reward: RewardSpec, code: Path) -> Found:
 
 
 def check_engine(engine: EngineSpec) -> Found:
-    """Its environment is there."""
+    """Its environment is there, and it can do what is asked."""
     place = "kind" if engine.python is None else "python"
     if engine.kind not in KINDS:
         yield ("engine", "kind"), f"{engine.kind!r} is not supported here, only {', '.join(sorted(KINDS))}"
-    elif (reason := KINDS[engine.kind].missing(engine)) is not None:
+    elif (reason := KINDS[engine.kind].problem(engine)) is not None:
         yield ("engine", place), reason
 
 

@@ -31,10 +31,13 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are never drawn."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own end-of-sequence ids; the matched token is part of the output."""
     seed: int | None = None
+    """Of this request's draws. Real servers draw their own, unless ``engine.deterministic`` is set."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -103,6 +106,22 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """A group of processes in which rank 0 broadcasts weights; built by whoever syncs, read by sender and engines."""
+
+    group: str
+    """Its name: one for each broadcast, never used again."""
+    address: str
+    port: int
+    """Where rank 0 listens for the others."""
+    rank: int
+    """Of the engine's first device; the further ones follow."""
+    world_size: int
+    """Ranks of the whole group, the sender's included."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine serves."""
 
@@ -155,8 +174,13 @@ class Engine(Protocol):
         """End one request (None: all) with the tokens it has; unknown ids are ignored."""
         ...
 
-    async def load_weights(self, path: str, version: int) -> Loaded:
-        """Serve the checkpoint directory ``path`` as ``version``; on an error the old weights stay."""
+    async def load_weights(self, path: str, version: int, transfer: Transfer | None = None) -> Loaded:
+        """Serve the checkpoint directory ``path`` as ``version``; on an error the old weights stay.
+
+        With ``transfer`` the tensors come from its rank 0 instead, which broadcasts those of ``path`` in the order of
+        :func:`workers.engines.checkpoint.stored_tensors`. A broadcast that fails midway leaves weights that nobody
+        knows: :class:`EngineUnavailable`, and the engine has to be ended. Refused without such a way.
+        """
         ...
 
     async def release_memory(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +39,86 @@ def verified_digest(directory: Path) -> str:
         raise EngineRejected(f"{directory} cannot be read: {error}") from error
 
 
+SIZES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2"), 1),
+}
+"""Bytes of one element, by the name of its type in a safetensors header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint.
+
+    *Example*: ``Stored("model.norm.weight", "BF16", (2048,), Path("model.safetensors"), 8192, 12288)``
+    """
+
+    name: str
+    dtype: str
+    """A key of :data:`SIZES`."""
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    """Of its bytes in the file."""
+    end: int
+
+
 def check_headers(directory: Path) -> None:
-    """Refuse files whose safetensors header does not fit their size (truncated or not safetensors at all)."""
-    for file in weight_files(directory):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if length > size - 8:
-                raise EngineRejected(f"{file} is no safetensors file: header of {length} bytes in {size}")
-            try:
-                header = json.loads(stream.read(length))
-                end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise EngineRejected(f"{file} has a corrupt safetensors header: {error!r}") from None
-        if 8 + length + end != size:
-            raise EngineRejected(f"{file} has {size} bytes where its header says {8 + length + end}: truncated?")
+    """Refuse files that a safetensors reader would not take (truncated, with gaps, or not safetensors at all)."""
+    stored_tensors(directory)
+
+
+def stored_tensors(directory: Path) -> list[Stored]:
+    """Every tensor of the checkpoint, by file name and position in it.
+
+    Raises:
+        EngineRejected: a header is broken or does not fit its file, or a name is there twice.
+    """
+    tensors = [tensor for file in weight_files(directory) for tensor in _read_header(file)]
+    seen: dict[str, Path] = {}
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise EngineRejected(
+                f"{directory}: tensor {tensor.name} is in {seen[tensor.name].name} and {tensor.file.name}"
+            )
+        seen[tensor.name] = tensor.file
+    return tensors
+
+
+def _read_header(file: Path) -> list[Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > size - 8:
+            raise EngineRejected(f"{file} is no safetensors file: header of {length} bytes in {size}")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            tensors = [_stored(file, name, entry, 8 + length) for name, entry in header.items()]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise EngineRejected(f"{file} has a corrupt safetensors header: {error!r}") from None
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.start != end:
+            raise EngineRejected(f"{file}: tensor {tensor.name} begins at byte {tensor.start}, not at {end}")
+        end = tensor.end
+    if end != size:
+        raise EngineRejected(f"{file} has {size} bytes where its header says {end}: truncated?")
+    return tensors
+
+
+def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> Stored:
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
+        raise ValueError(f"{name} has shape {entry['shape']} at {entry['data_offsets']}")
+    if end - start != math.prod(shape) * SIZES[entry["dtype"]]:
+        raise ValueError(f"{name} of type {entry['dtype']} and shape {shape} has {end - start} bytes")
+    return Stored(name, entry["dtype"], shape, file, base + start, base + end)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import ConfigError
+from workers.engines import sglang_launch
 from workers.engines.base import Engine
 from workers.engines.launch import Launch, Place
 from workers.engines.sglang import SglangEngine
+from workers.engines.sglang_server import SglangServer
 from workflows.spec import EngineSpec, RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,12 +27,14 @@ class EngineKind:
     """One value of ``engine.kind``."""
 
     name: str
-    launch: Callable[[RunSpec, Place], Launch]
-    """Raises :class:`ConfigError` for what the engine cannot do on this machine."""
+    command: Callable[[RunSpec, Place, str], Launch]
+    """Of its process; the last argument is the interpreter."""
     connect: Callable[[str], Engine]
     """The adapter for an engine at a base URL."""
     own_environment: bool = False
     """Whether it lives in an environment of its own."""
+    examine: Callable[[EngineSpec, Path], str | None] = lambda engine, interpreter: None
+    """Why it cannot do what the run file asks on this machine."""
 
     def interpreter(self, engine: EngineSpec) -> str:
         """The Python that runs it."""
@@ -38,17 +42,23 @@ class EngineKind:
             return engine.python
         return str(ROOT / ".engines" / self.name / "bin" / "python") if self.own_environment else sys.executable
 
-    def missing(self, engine: EngineSpec) -> str | None:
-        """Why its interpreter cannot be used, and what to do; None if it can."""
+    def problem(self, engine: EngineSpec) -> str | None:
+        """Why the engine cannot be started here, and what to do; None if nothing is known against it."""
         path = self.interpreter(engine)
         if os.access(path, os.X_OK):
-            return None
+            return self.examine(engine, Path(path))
         if engine.python is not None or not self.own_environment:
             return f"{path} is no program that can be run"
         return f"the {self.name} environment is missing ({path}): run make engine-{self.name}"
 
+    def launch(self, spec: RunSpec, place: Place) -> Launch:
+        """The process of the run's engine on a node; raises :class:`ConfigError` if it cannot be started."""
+        if (problem := self.problem(spec.engine)) is not None:
+            raise ConfigError(f"engine {self.name} cannot be started: {problem}")
+        return self.command(spec, place, self.interpreter(spec.engine))
 
-def _ours(spec: RunSpec, place: Place) -> Launch:
+
+def _ours(spec: RunSpec, place: Place, interpreter: str) -> Launch:
     """The command line that all engines of ours share."""
     engine = spec.engine
     flags: dict[str, object] = {
@@ -65,7 +75,7 @@ def _ours(spec: RunSpec, place: Place) -> Launch:
     }
     if engine.log_tokens:
         flags["--log-tokens"] = place.token_log
-    command = [KINDS[engine.kind].interpreter(engine), "-m", f"workers.engines.{engine.kind}"]
+    command = [interpreter, "-m", f"workers.engines.{engine.kind}"]
     for name, value in flags.items():
         command += [name, str(value)]
     return Launch(tuple(command))
@@ -76,6 +86,7 @@ KINDS: dict[str, EngineKind] = {
     for kind in (
         EngineKind("embedded", _ours, SglangEngine),
         EngineKind("scripted", _ours, SglangEngine),
+        EngineKind("sglang", sglang_launch.launch, SglangServer, True, sglang_launch.problem),
     )
 }
 """By ``engine.kind``."""

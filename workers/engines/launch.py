@@ -27,3 +27,8 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the starter's own."""
+
+
+def on_cuda(device: str) -> bool:
+    """Whether ``engine.device`` means a CUDA device on this machine."""
+    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())

@@ -1,6 +1,6 @@
-"""Adapter for engines that speak SGLang's native HTTP wire: SGLang itself, the embedded and the scripted engine.
+"""Adapter for engines that speak SGLang's native HTTP wire: the embedded and the scripted engine as they are.
 
-Always streamed upstream. What would kill a real SGLang server (an id outside the vocabulary) is refused here.
+Always streamed upstream. What a real SGLang server needs on top is in :mod:`workers.engines.sglang_server`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
-from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats
+from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, Transfer
 from workers.engines.http import SharedSession
 from workers.engines.stream import SseDecoder, StreamReader, parse_version
 
@@ -55,7 +55,7 @@ class SglangEngine:
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
     ) -> AsyncGenerator[Chunk, None]:
         """See :meth:`workers.engines.base.Engine.generate`."""
-        self._check_prompt(ids)
+        await self._admit(ids, sampling, request_id)
         body = _generate_body(ids, sampling, request_id, salt)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadline_s, sock_read=self._stall_s)
         reader = StreamReader(request_id, self._vocab_size)
@@ -100,8 +100,10 @@ class SglangEngine:
     async def abort(self, request_id: str | None) -> None:
         await self._post("abort_request", {"rid": request_id or "", "abort_all": request_id is None})
 
-    async def load_weights(self, path: str, version: int) -> Loaded:
+    async def load_weights(self, path: str, version: int, transfer: Transfer | None = None) -> Loaded:
         """Load and confirm; the caches of old versions are kept apart by the salt, not by a flush."""
+        if transfer is not None:
+            raise EngineRejected(f"{self.url}: this engine receives no broadcast: it loads from disk")
         answer = await self._post(
             "update_weights_from_disk",
             {"model_path": path, "weight_version": str(version), "flush_cache": False},
@@ -188,7 +190,8 @@ class SglangEngine:
             return EngineProtocolError(message)
         return EngineRejected(message) if 400 <= status < 500 else EngineUnavailable(message)
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
+    async def _admit(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> None:
+        """Raise :class:`EngineRejected` for a request that must not be sent."""
         if not ids:
             raise EngineRejected("the prompt is empty: an engine needs at least one token")
         if self._vocab_size is not None and (min(ids) < 0 or max(ids) >= self._vocab_size):
@@ -203,6 +206,8 @@ def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
     }
+    if sampling.min_p:
+        parameters["min_p"] = sampling.min_p
     if sampling.stop:
         parameters["stop"] = list(sampling.stop)
     if sampling.stop_token_ids:

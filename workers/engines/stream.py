@@ -36,10 +36,18 @@ class SseDecoder:
 
 
 def parse_version(label: object) -> int | None:
-    """The integer weight version behind an engine's label; None if the label is not a version of ours."""
-    if isinstance(label, str) and label.isdecimal():
-        return int(label)
-    return None
+    """The integer weight version behind an engine's label; None if the label is not a version of ours.
+
+    *Example*: ``"7"`` and ``"7@3f9c02aa"`` (see :func:`version_label`) are both 7.
+    """
+    number = label.partition("@")[0] if isinstance(label, str) else ""
+    return int(number) if number.isdecimal() else None
+
+
+def version_label(version: int, digest: str) -> str:
+    """What an engine is told to call its weights. SGLang notes a change only where the label changes, so it names the
+    weights too: a version that is made again after a rewind has another label."""
+    return f"{version}@{digest[:8]}"
 
 
 class StreamReader:

@@ -75,7 +75,7 @@ class Rig:
         """Why the engine cannot run here; it names the make target."""
         if self.kind not in KINDS:
             return f"no adapter for {self.kind}"
-        return KINDS[self.kind].missing(self.spec(Path("model")).engine)
+        return KINDS[self.kind].problem(self.spec(Path("model")).engine)
 
     def spec(self, model: Path) -> RunSpec:
         """A run file that names this engine."""
