@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 import orjson
 
@@ -114,27 +115,37 @@ class AgentApp:
         headers: Headers,
     ) -> None:
         request = dialect.parse(body)
-        answering = await live.request(
-            request,
-            body,
-            retried=_retries(headers) > 0,
-            idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
-        )
-        gone = asyncio.create_task(disconnected(receive))
-        answer = _Answer(live, request, answering, dialect, send)
-        writing = asyncio.create_task(answer.stream() if request.stream else answer.whole())
-        told = False
-        try:
-            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
-            told = writing.done()
-            if told:
-                await writing
-        finally:
-            await live.part(answering, told=told)
-            for task in (writing, gone):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken):
-                    await task
+        async with _running(disconnected(receive)) as gone:
+            answering = await live.request(
+                request,
+                body,
+                retried=_retries(headers) > 0,
+                idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
+            )
+            told = False
+            try:
+                if gone.done():  # while the request was placed: no engine has been asked yet
+                    return
+                answer = _Answer(live, request, answering, dialect, send)
+                async with _running(answer.stream() if request.stream else answer.whole()) as writing:
+                    await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    told = writing.done()
+                    if told:
+                        await writing
+            finally:
+                await live.part(answering, told=told)
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that does not outlive the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken):
+            await task
 
 
 class _Broken(Exception):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from proxy.routes import EngineFactory
 from proxy.testing import ProxyServer, write_toy_model
+from storage.ledger import Route
 from workers.engines.scripted import ScriptedEngine
+from workers.engines.sglang import SglangEngine
 
 ADD_TOOL: dict[str, Any] = {
     "type": "function",
@@ -32,6 +36,7 @@ class Bench:
         self.engine = engine
         self.spec = spec
         self.session: dict[str, Any] = {}
+        self.make_engine: EngineFactory | None = None
         self._clients: list[openai.AsyncOpenAI] = []
 
     async def client(self, **options: Any) -> openai.AsyncOpenAI:
@@ -69,9 +74,29 @@ class Bench:
         """The session's state inside the proxy: ids, log-probs, tree."""
         return (await self.proxy.service.sessions.get(self.session["session"])).session
 
+    async def route(self, state: str, version: int = 0, *, lease: str = "lease-a", engine: Any = None) -> None:
+        """Put a route in force; a closed one returns when nothing runs on it any more."""
+        url = (engine or self.engine).url
+        node = {"node": f"node-{lease}", "engine_kind": "scripted", "epoch": 1}
+        await self.proxy.control.put_route(lease, run="demo", **node, url=url, version=version, state=state)
+
+    async def update_weights(self, version: int) -> None:
+        """As the node agent does it where generations are cut: close, load, open."""
+        await self.route("closed")
+        self.engine.version = str(version)
+        await self.route("open", version)
+
+    async def restart(self) -> None:
+        """The proxy's process ends in good order and another one begins on the same files."""
+        before = self.proxy
+        await before.__aexit__(None, None, None)
+        self.proxy = ProxyServer(self.folder, before.store, self.make_engine)
+        await self.proxy.__aenter__()
+
     async def close(self) -> None:
         for client in self._clients:
             await client.close()
+        await self.proxy.__aexit__(None, None, None)
 
 
 def run_spec(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -103,6 +128,10 @@ async def eventually(condition: Callable[[], Any], what: str, limit_s: float = 1
         pytest.fail(f"never happened: {what}")
 
 
+def _adapter(route: Route, *, stall_s: float) -> SglangEngine:
+    return SglangEngine(route.url, stall_s=stall_s)
+
+
 @pytest.fixture
 def until() -> Any:
     return eventually
@@ -110,14 +139,30 @@ def until() -> Any:
 
 @pytest.fixture
 async def start_bench(tmp_path: Path) -> AsyncIterator[StartBench]:
-    """`await start_bench(plays=..., spec sections=...)`: a bench with its route open."""
+    """`await start_bench(*plays, section=changes)`: a bench with its route open.
+
+    `template` and `merges` are of the toy model; `scripted` are arguments of the engine, an `engine_class`; `stall_s`
+    is the longest silence of an engine that the proxy bears.
+    """
     async with AsyncExitStack() as stack:
 
-        async def start(*plays: Any, route: bool = True, template: str | None = None, **spec: Any) -> Bench:
-            write_toy_model(tmp_path / "model", **({"template": template} if template else {}))
-            engine = await stack.enter_async_context(ScriptedEngine(plays, vocab_size=259))
-            proxy = await stack.enter_async_context(ProxyServer(tmp_path))
+        async def start(
+            *plays: Any,
+            route: bool = True,
+            template: str | None = None,
+            merges: tuple[str, ...] = (),
+            scripted: dict[str, Any] | None = None,
+            engine_class: type[ScriptedEngine] = ScriptedEngine,
+            stall_s: float = 600.0,
+            **spec: Any,
+        ) -> Bench:
+            write_toy_model(tmp_path / "model", merges=merges, **({"template": template} if template else {}))
+            options = {"vocab_size": 259 + 50 * len(merges), **(scripted or {})}
+            engine = await stack.enter_async_context(engine_class(plays, **options))
+            make_engine = partial(_adapter, stall_s=stall_s)
+            proxy = await ProxyServer(tmp_path, make_engine=make_engine).__aenter__()
             bench = Bench(tmp_path, proxy, engine, run_spec(tmp_path, **spec))
+            bench.make_engine = make_engine
             stack.push_async_callback(bench.close)
             await proxy.control.create_run("demo", bench.spec, "digest")
             if route:
