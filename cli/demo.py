@@ -179,7 +179,7 @@ class Watcher:
 
 def control_client(state: StateFolder, *, deadline_s: float = 60.0) -> ControlClient:
     """The proxy's control API of this cluster."""
-    return ControlClient(state.cluster().proxy, state.secrets().control_key, deadline_s=deadline_s)
+    return ControlClient(state.cluster().proxy_urls, state.secrets().control_key, deadline_s=deadline_s)
 
 
 async def _follow(options: DemoOptions, spec: RunSpec, clock: Clock, say: Callable[[str], None]) -> Figures:

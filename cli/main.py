@@ -39,7 +39,7 @@ RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=F
 RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False)]
 Why = Annotated[str, typer.Option("--why", help="Reason, kept in the audit table.")]
 Ports = Annotated[
-    list[str] | None, typer.Option("--port", help="Fixed port, e.g. --port ui=8233; also temporal, proxy, s3.")
+    list[str] | None, typer.Option("--port", help="Fixed port, e.g. --port ui=8233; also temporal, proxy, s3, proxy-2.")
 ]
 Answer = TypeVar("Answer")
 
@@ -51,13 +51,19 @@ def up(
     ] = None,
     state: StateOption = None,
     port: Ports = None,
+    proxies: Annotated[
+        int | None, typer.Option(min=1, help="Proxies side by side; more than one needs --database.")
+    ] = None,
+    database: Annotated[
+        str | None, typer.Option(help="postgresql://user:password@host/database for ledger and journal.")
+    ] = None,
 ) -> None:
     """Start the cluster of this machine and wait until every service is ready."""
     from cli.check import require_run
 
     folder = _state(state, create=True)
     nodes = require_run(run_file).nodes if run_file else None
-    stack.up(folder, nodes, ports=_ports(port), say=_say)
+    stack.up(folder, nodes, ports=_ports(port), proxies=proxies, database=database, say=_say)
     _say(f"Temporal UI: {folder.cluster().temporal_ui}")
     _say(f"logs: {folder.logs}")
 

@@ -80,8 +80,13 @@ def snapshot(
         in_flight=int(control.get("sessions_in_flight") or 0),
         nodes={node.node: f"{node.activity} ({node.health})" for node in pool.nodes} if pool else {},
         failures=tuple(_failure_row(item) for item in control.get("failures", ())),
-        trouble=trouble or ((status.last_failure or status.warning) if status else ""),
+        trouble=trouble or _waits(control) or ((status.last_failure or status.warning) if status else ""),
     )
+
+
+def _waits(control: dict[str, Any]) -> str:
+    waits = control.get("shards", {}).get("waits_for")
+    return f"finished groups wait for {waits}" if waits else ""
 
 
 class PlainView:

@@ -66,17 +66,22 @@ class Service:
 def services(state: StateFolder, nodes: tuple[NodeSpec, ...]) -> list[Service]:
     """Every process of a local cluster. Reads ``cluster.json`` and ``secrets.json``."""
     cluster = state.cluster()
-    port = cluster.proxy.rpartition(":")[2].rstrip("/")
-    proxy = Probe("http", f"{cluster.proxy.rstrip('/')}/healthz")
     return [
         temporal_service(state),
         _python("s3", state, Probe("s3", cluster.s3), 0, "storage.seaweed"),
-        _python("proxy", state, proxy, 1, "proxy", "--port", port),
+        *(proxy_service(state, number, url) for number, url in enumerate(cluster.proxy_urls, 1)),
         _python("control", state, Probe("queue", CONTROL_QUEUE), 2, "workers.control"),
         *(node_service(state, node) for node in nodes),
         _python("agents", state, Probe("queue", tag_queue("agent")), 2, "workers.agents", "--role", "agent"),
         _python("rewards", state, Probe("queue", tag_queue("reward")), 2, "workers.agents", "--role", "reward"),
     ]
+
+
+def proxy_service(state: StateFolder, number: int, url: str) -> Service:
+    """The proxy at ``url``, the first or a further one of several."""
+    arguments = ["--port", url.rpartition(":")[2].rstrip("/")] + (["--url", url] if number > 1 else [])
+    name = "proxy" if number == 1 else f"proxy-{number}"
+    return _python(name, state, Probe("http", f"{url.rstrip('/')}/healthz"), 1, "proxy", *arguments)
 
 
 def temporal_service(state: StateFolder) -> Service:

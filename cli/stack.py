@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,10 +23,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cli.addresses import check_database, check_ports, write_cluster
 from cli.processes import records_in, signal_group, stop_processes, wait_gone, write_json
 from cli.servers import base_environment
 from storage.errors import ConfigError, DeadlineError, SeamlessFlowError
-from workers.cluster import ClusterConfig, Secrets, StateFolder
+from workers.cluster import StateFolder
 from workers.residency import ProcessRef
 from workflows.spec import NodeSpec
 
@@ -36,8 +35,6 @@ LOCK = "supervisor.lock"
 STACK = "stack.json"
 STATUS = "services.json"
 STOP_LIMIT_S = 120.0
-LOOPBACK = "127.0.0.1"
-PORT_NAMES = ("temporal", "ui", "proxy", "s3")
 
 
 class StackSpec(BaseModel):
@@ -46,6 +43,7 @@ class StackSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     nodes: tuple[NodeSpec, ...]
+    proxies: int = 1
 
 
 class ServiceStatus(BaseModel):
@@ -91,18 +89,21 @@ def up(
     nodes: tuple[NodeSpec, ...] | None,
     *,
     ports: Mapping[str, int] | None = None,
+    proxies: int | None = None,
+    database: str | None = None,
     say: Callable[[str], None] = print,
     limit_s: float = 240.0,
 ) -> StackStatus:
     """Start the cluster, or find it running; returns when every service is ready.
 
-    ``nodes`` None starts those of the last time. Raises :class:`ConfigError` if the folder runs other nodes or a
-    given port is taken, :class:`StackFailed` if a service does not come up (nothing is left running),
-    :class:`DeadlineError` after ``limit_s`` seconds.
+    ``nodes``, ``proxies`` and ``database`` None are those of the last time. Raises :class:`ConfigError` if the folder
+    runs with others or a given port is taken, :class:`StackFailed` if a service does not come up (nothing is left
+    running), :class:`DeadlineError` after ``limit_s`` seconds.
     """
+    spec = _stack_spec(state, nodes, proxies)
+    check_database(state, spec.proxies, database)
     if not state.root.exists():  # a mistake leaves no folder behind
-        _stack_spec(state, nodes)
-        check_ports(ports or {})
+        check_ports(ports or {}, spec.proxies)
     state.root.mkdir(parents=True, exist_ok=True)
     state.logs.mkdir(exist_ok=True)
     try:
@@ -111,17 +112,18 @@ def up(
             _wait_for_the_dead(state)
             if running(state):
                 require_nodes(state, nodes)
+                require_proxies(state, proxies)
             else:
-                supervisor = _start(state, _stack_spec(state, nodes), ports or {})
+                supervisor = _start(state, spec, ports or {}, database)
             return _wait_ready(state, supervisor, say, limit_s)
     except BlockingIOError:
         raise DeadlineError(f"another `up` of {state.root} did not end within {limit_s:.0f} s") from None
 
 
-def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int]) -> ProcessRef:
+def _start(state: StateFolder, spec: StackSpec, ports: Mapping[str, int], database: str | None) -> ProcessRef:
     """Prepare the folder and start its supervisor, which outlives this process."""
     stop_leftovers(state)
-    write_cluster(state, ports)
+    write_cluster(state, ports, spec.proxies, database)
     write_json(state.root / STACK, spec.model_dump(mode="json"))
     (state.root / STATUS).unlink(missing_ok=True)
     with (state.logs / "supervisor.log").open("ab") as log:
@@ -211,70 +213,6 @@ def residents(state: StateFolder) -> set[ProcessRef]:
     return {record for file in state.root.glob("nodes/*/*.json") for record in records_in(file)}
 
 
-def write_cluster(state: StateFolder, given: Mapping[str, int]) -> ClusterConfig:
-    """Write ``cluster.json`` and ``secrets.json``; ports and keys of the last time are kept where possible.
-
-    ``given`` maps names of :data:`PORT_NAMES` to ports. Raises :class:`ConfigError` if one of those is taken.
-    """
-    check_ports(given)
-    ports = choose_ports(_old_ports(state), given)
-    config = ClusterConfig(
-        temporal=f"{LOOPBACK}:{ports['temporal']}",
-        temporal_ui=f"http://{LOOPBACK}:{ports['ui']}",
-        proxy=f"http://{LOOPBACK}:{ports['proxy']}",
-        s3=f"{LOOPBACK}:{ports['s3']}",
-        ledger_url=f"sqlite:///{state.root / 'ledger.db'}",
-        journal_url=f"sqlite:///{state.root / 'journal.db'}",
-    )
-    state.write(config, _secrets(state))
-    return config
-
-
-def check_ports(given: Mapping[str, int]) -> None:
-    """Raises :class:`ConfigError` if a name is not known, two have one port, or a port is taken."""
-    for name, port in given.items():
-        if name not in PORT_NAMES:
-            raise ConfigError(f"port {name!r} is not known: use one of {', '.join(PORT_NAMES)}")
-        if list(given.values()).count(port) > 1:
-            raise ConfigError(f"port {port} for {name} is given twice: give each its own")
-        if not port_free(port):
-            raise ConfigError(f"port {port} for {name} is in use: stop what listens there, or give another port")
-
-
-def choose_ports(old: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    """A different free loopback port for each name: the given one, else the old one if free, else a new one."""
-    ports = dict(given)
-    held = []
-    try:
-        for name in PORT_NAMES:
-            if name in ports:
-                continue
-            wanted = old.get(name, 0)
-            if wanted in ports.values() or not port_free(wanted):
-                wanted = 0
-            # Held until all are chosen, so that the system does not give the same one twice.
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((LOOPBACK, wanted))
-            held.append(listener)
-            ports[name] = listener.getsockname()[1]
-    finally:
-        for listener in held:
-            listener.close()
-    return ports
-
-
-def port_free(port: int) -> bool:
-    """Whether a server could listen on the loopback port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
-
-
 def log_tail(path: Path, lines: int = 15) -> str:
     """The last lines of a log file; empty if there is none."""
     try:
@@ -287,18 +225,21 @@ def log_tail(path: Path, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def _stack_spec(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> StackSpec:
-    if nodes is not None:
-        return StackSpec(nodes=nodes)
+def _stack_spec(state: StateFolder, nodes: tuple[NodeSpec, ...] | None = None, proxies: int | None = None) -> StackSpec:
     try:
-        return StackSpec.model_validate_json((state.root / STACK).read_bytes())
+        old = StackSpec.model_validate_json((state.root / STACK).read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"{state.root} has no nodes yet: name a run file, as in `seamlessflow up run.yaml`") from None
+        if nodes is None:
+            raise ConfigError(
+                f"{state.root} has no nodes yet: name a run file, as in `seamlessflow up run.yaml`"
+            ) from None
+        old = StackSpec(nodes=nodes)
+    return StackSpec(nodes=nodes or old.nodes, proxies=proxies or old.proxies)
 
 
 def require_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> None:
     """Raises :class:`ConfigError` if the cluster of this folder lacks one of ``nodes``, or has it otherwise."""
-    have = {node.id: node for node in _stack_spec(state, None).nodes}
+    have = {node.id: node for node in _stack_spec(state).nodes}
     other = [node.id for node in nodes or () if have.get(node.id) != node]
     if other:
         raise ConfigError(
@@ -307,24 +248,12 @@ def require_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> Non
         )
 
 
-def _old_ports(state: StateFolder) -> dict[str, int]:
-    try:
-        config = state.cluster()
-    except ConfigError:
-        return {}
-    addresses = {"temporal": config.temporal, "ui": config.temporal_ui or "", "proxy": config.proxy, "s3": config.s3}
-    ports = {name: address.rpartition(":")[2].rstrip("/") for name, address in addresses.items()}
-    return {name: int(port) for name, port in ports.items() if port.isdigit()}
-
-
-def _secrets(state: StateFolder) -> Secrets:
-    try:
-        return state.secrets()
-    except ConfigError:
-        return Secrets(
-            control_key=f"sfc_{secrets.token_urlsafe(32)}",
-            s3_access_key=secrets.token_hex(10),
-            s3_secret_key=secrets.token_urlsafe(32),
+def require_proxies(state: StateFolder, proxies: int | None) -> None:
+    """Raises :class:`ConfigError` if the cluster of this folder has another number of proxies."""
+    have = _stack_spec(state).proxies
+    if proxies not in (None, have):
+        raise ConfigError(
+            f"the cluster in {state.root} runs with {have} proxies, not {proxies}: stop it first (`seamlessflow down`)"
         )
 
 

@@ -9,8 +9,10 @@ the proxy raised is raised again here as the same class of `storage.errors`.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -56,15 +58,17 @@ class ClaimedScore:
 
 
 class ControlClient:
-    """Talks to ``url`` with the control ``key``; usable as an async context manager.
+    """Talks to the proxy at ``url`` with the control ``key``; usable as an async context manager.
 
+    Of several URLs it talks to one, any, as long as that one answers.
     ``deadline_s`` bounds each call, retries included. Raises the proxy's own
     error, or :class:`~storage.errors.DeadlineError` when it cannot be reached
     in time.
     """
 
-    def __init__(self, url: str, key: str, *, deadline_s: float = 120.0) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str | Sequence[str], key: str, *, deadline_s: float = 120.0) -> None:
+        urls = [url] if isinstance(url, str) else random.sample(url, len(url))
+        self._urls = deque(each.rstrip("/") for each in urls)
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._deadline_s = deadline_s
         self._http: aiohttp.ClientSession | None = None
@@ -281,10 +285,12 @@ class ControlClient:
                 problem = "it is starting"
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            asked = self._urls[0]
+            self._urls.rotate(-1)
             pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
             if time.monotonic() - started + pause > self._deadline_s:
                 raise errors.DeadlineError(
-                    f"{method} {self._url}{path}: no answer from the proxy within {self._deadline_s:g} s ({problem})"
+                    f"{method} {asked}{path}: no answer from the proxy within {self._deadline_s:g} s ({problem})"
                 )
             attempt += 1
             body = body if again is None else again
@@ -296,7 +302,9 @@ class ControlClient:
         if self._http is None:
             self._http = aiohttp.ClientSession(headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(timeout_s, 5.0))
-        async with self._http.request(method, self._url + path, data=data, timeout=timeout, headers=headers) as answer:
+        async with self._http.request(
+            method, self._urls[0] + path, data=data, timeout=timeout, headers=headers
+        ) as answer:
             return answer.status, await answer.read()
 
 

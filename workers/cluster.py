@@ -32,6 +32,8 @@ class ClusterConfig(BaseModel):
     """URL of the Temporal UI."""
     proxy: str
     """Base URL of the trajectory proxy."""
+    proxies: tuple[str, ...] = ()
+    """Base URLs of all proxies where there are several; ``proxy`` is the first."""
     s3: str
     """``host:port`` of the object store."""
     s3_secure: bool = False
@@ -42,6 +44,11 @@ class ClusterConfig(BaseModel):
     """SQLAlchemy URL of the journal; opened by the proxy only."""
     durability: Literal["process", "power"] = "process"
     """What a committed token or ledger row survives: any crash of ours, or a power cut too."""
+
+    @property
+    def proxy_urls(self) -> tuple[str, ...]:
+        """Where the control API answers: any of them will do."""
+        return self.proxies or (self.proxy,)
 
 
 class Secrets(BaseModel):
@@ -94,7 +101,9 @@ class StateFolder:
 
     def write(self, config: ClusterConfig, secrets: Secrets) -> None:
         """Replace both files atomically; ``secrets.json`` is readable by its owner only."""
-        write_whole(self.root / "cluster.json", config.model_dump_json(indent=2), mode=0o644)
+        # The URL of a database server holds a password.
+        mode = 0o644 if config.ledger_url.startswith("sqlite") else 0o600
+        write_whole(self.root / "cluster.json", config.model_dump_json(indent=2), mode=mode)
         write_whole(self.root / "secrets.json", secrets.model_dump_json(indent=2))
 
     def _read(self, name: str) -> str:

@@ -130,7 +130,7 @@ async def serve(state: StateFolder, stop: asyncio.Event) -> None:
         await asyncio.to_thread(store.ensure_bucket)
         key = state.secrets().control_key
         async with (
-            ControlClient(cluster.proxy, key, deadline_s=PROXY_LIMIT_S) as proxy,
+            ControlClient(cluster.proxy_urls, key, deadline_s=PROXY_LIMIT_S) as proxy,
             control_worker(client, control_activities(client, state, ledger, store, proxy)),
         ):
             await schedule_audit(client, cluster.cluster)

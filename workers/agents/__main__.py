@@ -40,7 +40,7 @@ async def serve(state: StateFolder, roles: list[str], stop: asyncio.Event) -> No
     client = await connect(cluster)
     key = state.secrets().control_key
     async with (
-        ControlClient(cluster.proxy, key, deadline_s=CONTROL_DEADLINE_S) as control,
+        ControlClient(cluster.proxy_urls, key, deadline_s=CONTROL_DEADLINE_S) as control,
         contextlib.AsyncExitStack() as workers,
     ):
         streams = StreamActivities(control)

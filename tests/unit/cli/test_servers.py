@@ -13,9 +13,9 @@ from temporalio.api.operatorservice.v1 import ListSearchAttributesRequest
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
 from temporalio.client import Client
 
-from cli import probes, stack
+from cli import addresses, probes
 from cli.join import KEY_VARIABLES, join, prepare_namespace
-from cli.servers import SEARCH_ATTRIBUTES, Probe, node_service, program, temporal_service
+from cli.servers import SEARCH_ATTRIBUTES, Probe, node_service, program, services, temporal_service
 from storage.errors import ConfigError, DeadlineError
 from workers.cluster import ClusterConfig, StateFolder
 from workflows.spec import NodeSpec
@@ -25,7 +25,7 @@ from workflows.spec import NodeSpec
 async def cluster(tmp_path: Path) -> AsyncIterator[StateFolder]:
     """A state folder whose Temporal server runs."""
     state = StateFolder(tmp_path)
-    stack.write_cluster(state, {})
+    addresses.write_cluster(state, {})
     service = temporal_service(state)
     process = await asyncio.create_subprocess_exec(
         *service.argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -72,14 +72,14 @@ async def test_a_queue_nobody_polls_is_not_ready(cluster: StateFolder) -> None:
 def test_joining_without_keys_names_every_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in KEY_VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
-    config = stack.write_cluster(StateFolder(tmp_path / "first"), {})
+    config = addresses.write_cluster(StateFolder(tmp_path / "first"), {})
     with pytest.raises(ConfigError, match="SEAMLESSFLOW_CONTROL_KEY, SEAMLESSFLOW_S3_ACCESS_KEY"):
         join(StateFolder(tmp_path / "second"), config)
 
 
 def test_a_joined_folder_holds_the_same_cluster_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = StateFolder(tmp_path / "first"), StateFolder(tmp_path / "second")
-    config = stack.write_cluster(first, {})
+    config = addresses.write_cluster(first, {})
     for field, variable in KEY_VARIABLES.items():
         monkeypatch.setenv(variable, getattr(first.secrets(), field))
     join(second, config)
@@ -90,23 +90,23 @@ def test_a_joined_folder_holds_the_same_cluster_and_keys(tmp_path: Path, monkeyp
 
 def test_ports_are_kept_while_free_and_changed_when_taken(tmp_path: Path) -> None:
     state = StateFolder(tmp_path)
-    first = stack.write_cluster(state, {})
+    first = addresses.write_cluster(state, {})
     keys = state.secrets()
-    assert stack.write_cluster(state, {}) == first
+    assert addresses.write_cluster(state, {}) == first
     taken = int(first.proxy.rpartition(":")[2])
     with socket.socket() as listener:
-        listener.bind((stack.LOOPBACK, taken))
+        listener.bind((addresses.LOOPBACK, taken))
         listener.listen()
-        second = stack.write_cluster(state, {})
+        second = addresses.write_cluster(state, {})
         assert second.proxy != first.proxy
         assert second.temporal == first.temporal
         with pytest.raises(ConfigError, match=f"port {taken} for proxy is in use"):
-            stack.write_cluster(state, {"proxy": taken})
+            addresses.write_cluster(state, {"proxy": taken})
     assert state.secrets() == keys
 
 
 def test_all_ports_of_a_cluster_differ() -> None:
-    assert len(set(stack.choose_ports({"temporal": 0, "ui": 0}, {}).values())) == len(stack.PORT_NAMES)
+    assert len(set(addresses.choose_ports({"temporal": 0, "ui": 0}, {}).values())) == len(addresses.PORT_NAMES)
 
 
 def test_a_node_agent_is_told_what_the_run_file_says_of_its_node(tmp_path: Path) -> None:
@@ -119,3 +119,31 @@ def test_a_missing_server_binary_is_told_with_what_to_install(monkeypatch: pytes
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match=r"install `seamlessflow\[local\]`"):
         program("no-such-server")
+
+
+def test_several_proxies_share_a_database_server_and_each_has_its_address(tmp_path):
+    state = StateFolder(tmp_path)
+    with pytest.raises(ConfigError, match="cannot share SQLite files"):
+        addresses.write_cluster(state, {}, proxies=3)
+    database = "postgresql://me:secret@db.internal/books"
+    config = addresses.write_cluster(state, {}, proxies=3, database=database)
+    assert len(set(config.proxies)) == 3
+    assert config.proxies[0] == config.proxy
+    assert config.ledger_url == config.journal_url == "postgresql+psycopg://me:secret@db.internal/books"
+    assert (tmp_path / "cluster.json").stat().st_mode & 0o077 == 0
+    assert addresses.write_cluster(state, {}, proxies=3) == config
+    with pytest.raises(ConfigError, match="another database"):
+        addresses.write_cluster(state, {}, database="postgresql://other/books")
+    found = {service.name: service.argv for service in services(state, ()) if service.name.startswith("proxy")}
+    assert list(found) == ["proxy", "proxy-2", "proxy-3"]
+    assert found["proxy-3"][-2:] == ("--url", config.proxies[2])
+    assert "--url" not in found["proxy"]
+
+
+def test_a_folder_with_books_in_files_keeps_them_there(tmp_path):
+    state = StateFolder(tmp_path)
+    config = addresses.write_cluster(state, {})
+    assert (config.proxies, config.proxy_urls) == ((), (config.proxy,))
+    (tmp_path / "ledger.db").touch()
+    with pytest.raises(ConfigError, match="another database"):
+        addresses.write_cluster(state, {}, database="postgresql://db/books")

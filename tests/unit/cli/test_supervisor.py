@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import stack
+from cli import addresses, stack
 from cli.processes import wait_gone, write_json
 from cli.servers import Probe, Service
 from cli.supervisor import ServiceFailed, Supervisor, describe_exit
@@ -30,7 +30,7 @@ HANDLER = (
 def state(tmp_path: Path) -> StateFolder:
     folder = StateFolder(tmp_path)
     folder.logs.mkdir()
-    ports = stack.choose_ports({}, {})
+    ports = addresses.choose_ports({}, {})
     folder.write(
         ClusterConfig(
             temporal=f"127.0.0.1:{ports['temporal']}",
@@ -45,7 +45,7 @@ def state(tmp_path: Path) -> StateFolder:
 
 
 def server(name: str, stage: int = 0) -> Service:
-    port = stack.choose_ports({}, {})["proxy"]
+    port = addresses.choose_ports({}, {})["proxy"]
     argv = (sys.executable, "-c", SERVE.format(handler=HANDLER), str(port))
     return Service(name, argv, Probe("http", f"http://127.0.0.1:{port}/", limit_s=60), stage, grace_s=5)
 
@@ -131,7 +131,7 @@ async def test_children_of_a_service_end_with_it(state: StateFolder, tmp_path: P
     child = (
         f"import subprocess, sys; p = subprocess.Popen(['sleep', '600']); open({str(note)!r}, 'w').write(str(p.pid));"
     )
-    port = stack.choose_ports({}, {})["proxy"]
+    port = addresses.choose_ports({}, {})["proxy"]
     service = Service(
         "parent",
         (sys.executable, "-c", child + "import http.server;" + SERVE.format(handler=HANDLER), str(port)),

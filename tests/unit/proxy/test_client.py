@@ -63,6 +63,15 @@ async def test_calls_wait_for_a_proxy_that_restarts(serve):
         assert await asking == []
 
 
+async def test_of_several_proxies_one_that_answers_will_do(serve):
+    async def answer(request):
+        return web.json_response([])
+
+    urls = ["http://127.0.0.1:9", await serve(answer), "http://127.0.0.1:9"]
+    async with ControlClient(urls, "key", deadline_s=10) as client:
+        assert [await client.routes() for _ in range(3)] == [[], [], []]
+
+
 async def test_a_proxy_that_never_comes_is_a_named_deadline():
     async with ControlClient("http://127.0.0.1:9", "key", deadline_s=0.2) as client:
         with pytest.raises(DeadlineError, match=r"GET http://127.0.0.1:9/control/routes: no answer"):
