@@ -16,9 +16,10 @@ from typing import Any
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
 from workers.engines.base import EngineInfo, Loaded, PauseMode, Sampling, Transfer
+from workers.engines.candidate import Checkpoint, examine
 from workers.engines.fingerprint import FLOATS, differing
 from workers.engines.sglang import SglangEngine
-from workers.engines.sglang_checks import Checkpoint, Served, check_release, examine, read_served
+from workers.engines.sglang_checks import Served, check_release, read_served
 from workers.engines.stream import version_label
 
 
@@ -103,7 +104,7 @@ class SglangServer(SglangEngine):
         served = await self.served()
         if transfer is not None and served.data_parallel > 1:
             raise EngineRejected(f"{self.url}: SGLang takes no broadcast with data_parallel {served.data_parallel}")
-        checkpoint = await asyncio.to_thread(examine, Path(path), served)
+        checkpoint = await asyncio.to_thread(examine, Path(path), served.model_path)
         before = await self._checksums()
         label = version_label(version, checkpoint.digest)
         flush = await self._must_flush(version)
