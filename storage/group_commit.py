@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from storage.errors import DeadlineError, SeamlessFlowError, StorageError
 
@@ -39,9 +39,14 @@ class WouldWait(Exception):
     """A commit that must not wait would have to: nothing was written."""
 
 
-class _Batch(NamedTuple, Generic[T]):
-    items: list[T]
-    futures: list[asyncio.Future[None]]
+class _Batch(Generic[T]):
+    """Items that will share a commit, aligned with who waits for them and until when."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self.futures: list[asyncio.Future[None]] = []
+        self.deadlines: list[float] = []
+        self.expiry: asyncio.TimerHandle | None = None
 
 
 class GroupCommit(Generic[T]):
@@ -59,7 +64,7 @@ class GroupCommit(Generic[T]):
         self._quick = quick
         self._lock = threading.Lock()  # over all that follows: the thread and close() change it too
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._batch = _Batch[T]([], [])
+        self._batch = _Batch[T]()
         self._bytes = 0
         self._slow = quick is None
         self._busy = False
@@ -91,19 +96,17 @@ class GroupCommit(Generic[T]):
                         raise failure
                     return
             future: asyncio.Future[None] = loop.create_future()
-            self._batch.items.append(item)
-            self._batch.futures.append(future)
+            batch = self._batch
+            batch.items.append(item)
+            batch.futures.append(future)
+            batch.deadlines.append(time.monotonic() + deadline_s)
             self._bytes += size
             self._slow = slow
             self._schedule(loop)
-            waits = slow or self._busy
-        # A quick commit comes with the next turn of the loop.
-        expiry = loop.call_later(deadline_s, self._expire, future, deadline_s) if waits else None
-        try:
-            await future
-        finally:
-            if expiry is not None:
-                expiry.cancel()
+            # A quick commit comes with the next turn of the loop.
+            if (slow or self._busy) and (batch.expiry is None or deadline_s < DEADLINE_S):
+                self._watch(loop, batch)
+        await future
 
     def close(self, deadline_s: float = 30.0) -> None:
         """Commit what has arrived and stop. Raises DeadlineError if that takes longer than ``deadline_s``."""
@@ -150,13 +153,13 @@ class GroupCommit(Generic[T]):
             if outcome is None:
                 self._busy = True
                 self._jobs.put((loop, batch))
-                for future in [] if slow else batch.futures:
-                    loop.call_later(DEADLINE_S, self._expire, future, DEADLINE_S)
+                if batch.expiry is None:
+                    self._watch(loop, batch)
                 return
         _resolve(batch, outcome)
 
     def _take(self) -> _Batch[T]:
-        batch, self._batch = self._batch, _Batch[T]([], [])
+        batch, self._batch = self._batch, _Batch[T]()
         self._bytes, self._slow = 0, self._quick is None
         return batch
 
@@ -196,16 +199,29 @@ class GroupCommit(Generic[T]):
             if loop is self._loop:
                 self._schedule(loop)
 
-    def _expire(self, future: asyncio.Future[None], deadline_s: float) -> None:
-        if not future.done():
-            future.set_exception(DeadlineError(f"waited {deadline_s:g} s for {self._name} to commit"))
+    def _watch(self, loop: asyncio.AbstractEventLoop, batch: _Batch[T]) -> None:
+        """Tell those whose deadline has passed, and come back for the next one."""
+        now, next_one = time.monotonic(), float("inf")
+        for future, deadline in zip(batch.futures, batch.deadlines, strict=True):
+            if future.done():
+                continue
+            if deadline <= now:
+                future.set_exception(DeadlineError(f"{self._name} did not commit a record in time; it may do so yet"))
+            else:
+                next_one = min(next_one, deadline)
+        if batch.expiry is not None:
+            batch.expiry.cancel()
+        if next_one < float("inf"):
+            batch.expiry = loop.call_later(next_one - now, self._watch, loop, batch)
 
 
 def _resolve(batch: _Batch[T], outcome: _Outcome) -> None:
+    if batch.expiry is not None:
+        batch.expiry.cancel()
     for index, future in enumerate(batch.futures):
         if future.done():
             continue
-        failure = _failure(outcome, index)
+        failure = _failure(outcome, index) if outcome else None
         if failure is None:
             future.set_result(None)
         else:
