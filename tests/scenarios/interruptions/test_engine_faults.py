@@ -45,25 +45,6 @@ async def test_a_generation_goes_on_elsewhere_from_its_last_token(start_bench, k
         assert not busy(bench.proxy)
 
 
-@pytest.mark.parametrize("kind", ["abort", "drop"])
-async def test_wherever_an_engine_fails_the_answer_is_the_undisturbed_one(start_bench, kind):
-    cuts = iter(range(len(WHOLE) + 1))
-    first = len(toy_ids("hi")) + 18
-
-    def respond(request):
-        done = len(request.ids) - first
-        return Play((*WHOLE[done:], *EXTRA), fault=Fault(kind, len(WHOLE) - done if done else next(cuts, 0)))
-
-    bench = await start_bench(scripted={"respond": respond}, agent={"max_turns": 100})
-    client = await bench.client()
-    for _ in range(len(WHOLE)):
-        answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
-        assert answer.choices[0].message.content == TEXT
-    for turn in (await bench.recorded()).turns:
-        assert tuple(turn.choices[0].recording.ids) == WHOLE
-        assert_as_logged(turn.choices[0], bench.engine)
-
-
 async def test_an_engine_that_comes_back_goes_on_with_what_it_had_begun(start_bench, until):
     bench = await start_bench(Play(WHOLE, fault=Fault("death", 5)), Play(WHOLE[5:]))
     asking = asyncio.create_task(bench.ask())
