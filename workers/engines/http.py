@@ -1,10 +1,24 @@
-"""One HTTP connection pool per process (strictly: per event loop), shared by all engine adapters."""
+"""What engine adapters share of HTTP: one connection pool per event loop, calls with deadlines, streams of events."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
 
 import aiohttp
+import orjson
+
+from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from workers.engines.base import Chunk
+from workers.engines.stream import SseDecoder
+
+_DRAIN_S = 1.0
+GATHER_S = 0.02
+"""Between two reads of one stream: each costs a wake-up here, and a commit, an event and the agent's parsing of it
+behind, however few tokens it holds."""
+_JSON = {"Content-Type": "application/json"}
 
 
 class SharedSession:
@@ -38,3 +52,137 @@ class SharedSession:
         if not users:
             del self._sessions[loop]
             await session.close()
+
+
+class Reader(Protocol):
+    """Turns the events of one generation into chunks."""
+
+    request_id: str
+    seen: int
+    finished: bool
+
+    def read(self, payload: bytes) -> Chunk: ...
+
+
+class HttpEngine:
+    """Base of adapters for an engine at ``url``.
+
+    Args:
+        url: base URL, e.g. ``http://127.0.0.1:31000``.
+        deadline_s: of one control call (pause, resume, abort, info, ...).
+        load_deadline_s: of one weight update.
+        stall_s: longest silence of a generation's stream, pauses included.
+    """
+
+    def __init__(
+        self, url: str, *, deadline_s: float = 30.0, load_deadline_s: float = 300.0, stall_s: float = 600.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._deadline_s = deadline_s
+        self._load_deadline_s = load_deadline_s
+        self._stall_s = stall_s
+        self._http = SharedSession()
+
+    async def close(self) -> None:
+        """See :meth:`workers.engines.base.Engine.close`."""
+        await self._http.close()
+
+    async def _stream(self, path: str, body: bytes, reader: Reader) -> AsyncGenerator[Chunk, None]:
+        """POST and read events up to the final one."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadline_s, sock_read=self._stall_s)
+        what, sse = f"request {reader.request_id}", SseDecoder()
+        try:
+            async with self._http.get().post(
+                f"{self.url}/{path}", data=body, headers=_JSON, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal(path, response.status, await response.read())
+                async for data in _gathered(response.content):
+                    for payload in sse.feed(data):
+                        if payload == b"[DONE]":
+                            continue
+                        chunk = reader.read(payload)
+                        yield chunk
+                        if reader.finished:
+                            await _drain(response)
+                            return
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"{self.url}: {what} stalled: nothing for {self._stall_s:g} s after {reader.seen} tokens"
+            ) from None
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(
+                f"{self.url}: the stream of {what} broke after {reader.seen} tokens: {error!r}"
+            ) from error
+        raise EngineUnavailable(
+            f"{self.url}: the stream of {what} ended after {reader.seen} tokens without a final event"
+        )
+
+    async def _post(self, path: str, body: dict[str, Any], *, deadline_s: float | None = None) -> Any:
+        return await self._call("POST", path, orjson.dumps(body), deadline_s or self._deadline_s)
+
+    async def _get(self, path: str) -> Any:
+        return await self._call("GET", path, None, self._deadline_s)
+
+    async def _call(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
+        """The answer's JSON; None if it is empty or plain text."""
+        raw = await self._fetch(method, path, body, deadline_s)
+        return _json(raw)
+
+    async def _fetch(self, method: str, path: str, body: bytes | None, deadline_s: float) -> bytes:
+        headers = _JSON if body is not None else {}
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with self._http.get().request(
+                    method, f"{self.url}/{path}", data=body, headers=headers
+                ) as response:
+                    raw = await response.read()
+        except TimeoutError:
+            raise EngineUnavailable(f"{self.url}: {path} gave no answer within {deadline_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(f"{self.url}: {path}: {error!r}") from error
+        if response.status != 200:
+            raise self._refusal(path, response.status, raw)
+        return raw
+
+    def _refusal(self, path: str, status: int, raw: bytes) -> EngineError:
+        message = f"{self.url}: {path} answered {status}: {_error_text(raw)}"
+        if status == 404:
+            return EngineProtocolError(message)
+        return EngineRejected(message) if 400 <= status < 500 else EngineUnavailable(message)
+
+
+async def _gathered(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """All data, what comes within :data:`GATHER_S` in one piece; the first and the last piece never wait."""
+    ended = asyncio.Event()
+    content.on_eof(ended.set)
+    while data := await content.readany():
+        yield data
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                await ended.wait()
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read the end of a finished stream, so that its connection can be used again."""
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # the generation is complete whatever happens here
+        async with asyncio.timeout(_DRAIN_S):
+            await response.read()
+
+
+def _json(raw: bytes) -> Any:
+    """The body as JSON; None if it is empty or plain text, as some endpoints answer."""
+    try:
+        return orjson.loads(raw) if raw else None
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _error_text(raw: bytes) -> str:
+    answer = _json(raw)
+    if isinstance(answer, dict):
+        error = answer.get("error", answer)
+        message = error.get("message") if isinstance(error, dict) else error
+        if message:
+            return str(message)
+    return raw[:300].decode(errors="replace")

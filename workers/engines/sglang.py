@@ -5,51 +5,30 @@ Always streamed upstream. What a real SGLang server needs on top is in :mod:`wor
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import aiohttp
 import orjson
 
-from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
+from storage.errors import EngineError, EngineProtocolError, EngineRejected
 from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, Transfer
-from workers.engines.http import SharedSession
-from workers.engines.stream import SseDecoder, StreamReader, parse_version
-
-_DRAIN_S = 1.0
-GATHER_S = 0.02
-"""Between two reads of one stream: each costs a wake-up here, and a commit, an event and the agent's parsing of it
-behind, however few tokens it holds."""
+from workers.engines.http import GATHER_S as GATHER_S
+from workers.engines.http import HttpEngine
+from workers.engines.stream import StreamReader, parse_version
 
 
-class SglangEngine:
-    """An :class:`~workers.engines.base.Engine` at ``url``.
+class SglangEngine(HttpEngine):
+    """An :class:`~workers.engines.base.Engine`; options are those of :class:`HttpEngine`.
 
     Args:
         url: base URL, e.g. ``http://127.0.0.1:31000``.
         vocab_size: prompt and output ids at or above it are refused; None skips the check.
-        deadline_s: of one control call (pause, resume, abort, info, ...).
-        load_deadline_s: of one weight update.
-        stall_s: longest silence of a generation's stream, pauses included.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        vocab_size: int | None = None,
-        deadline_s: float = 30.0,
-        load_deadline_s: float = 300.0,
-        stall_s: float = 600.0,
-    ) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, *, vocab_size: int | None = None, **options: float) -> None:
+        super().__init__(url, **options)
         self._vocab_size = vocab_size
-        self._deadline_s = deadline_s
-        self._load_deadline_s = load_deadline_s
-        self._stall_s = stall_s
-        self._http = SharedSession()
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
@@ -57,35 +36,10 @@ class SglangEngine:
         """See :meth:`workers.engines.base.Engine.generate`."""
         await self._admit(ids, sampling, request_id)
         body = _generate_body(ids, sampling, request_id, salt)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadline_s, sock_read=self._stall_s)
         reader = StreamReader(request_id, self._vocab_size)
-        sse = SseDecoder()
-        try:
-            async with self._http.get().post(
-                f"{self.url}/generate", data=body, headers={"Content-Type": "application/json"}, timeout=timeout
-            ) as response:
-                if response.status != 200:
-                    raise self._refusal("generate", response.status, await response.read())
-                async for data in _gathered(response.content):
-                    for payload in sse.feed(data):
-                        if payload == b"[DONE]":
-                            continue
-                        chunk = reader.read(payload)
-                        yield chunk
-                        if reader.finished:
-                            await _drain(response)
-                            return
-        except TimeoutError:
-            raise EngineUnavailable(
-                f"{self.url}: request {request_id} stalled: nothing for {self._stall_s:g} s after {reader.seen} tokens"
-            ) from None
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(
-                f"{self.url}: the stream of request {request_id} broke after {reader.seen} tokens: {error!r}"
-            ) from error
-        raise EngineUnavailable(
-            f"{self.url}: the stream of request {request_id} ended after {reader.seen} tokens without a final event"
-        )
+        async with contextlib.aclosing(self._stream("generate", body, reader)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def continuable(self, sampling: Sampling) -> bool:
         """What depends on the output so far cannot move: a stop string that straddles a cut, a grammar, penalties."""
@@ -159,37 +113,6 @@ class SglangEngine:
         except (KeyError, TypeError):
             raise EngineProtocolError(f"{self.url}: /v1/loads answered {answer!r}") from None
 
-    async def close(self) -> None:
-        await self._http.close()
-
-    async def _post(self, path: str, body: dict[str, Any], *, deadline_s: float | None = None) -> Any:
-        return await self._call("POST", path, orjson.dumps(body), deadline_s or self._deadline_s)
-
-    async def _get(self, path: str) -> Any:
-        return await self._call("GET", path, None, self._deadline_s)
-
-    async def _call(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        try:
-            async with asyncio.timeout(deadline_s):
-                async with self._http.get().request(
-                    method, f"{self.url}/{path}", data=body, headers=headers
-                ) as response:
-                    raw = await response.read()
-        except TimeoutError:
-            raise EngineUnavailable(f"{self.url}: {path} gave no answer within {deadline_s:g} s") from None
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{self.url}: {path}: {error!r}") from error
-        if response.status != 200:
-            raise self._refusal(path, response.status, raw)
-        return _json(raw)
-
-    def _refusal(self, path: str, status: int, raw: bytes) -> EngineError:
-        message = f"{self.url}: {path} answered {status}: {_error_text(raw)}"
-        if status == 404:
-            return EngineProtocolError(message)
-        return EngineRejected(message) if 400 <= status < 500 else EngineUnavailable(message)
-
     async def _admit(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> None:
         """Raise :class:`EngineRejected` for a request that must not be sent."""
         if not ids:
@@ -233,39 +156,3 @@ def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
     return orjson.dumps(body)
-
-
-async def _gathered(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """All data, what comes within :data:`GATHER_S` in one piece; the first and the last piece never wait."""
-    ended = asyncio.Event()
-    content.on_eof(ended.set)
-    while data := await content.readany():
-        yield data
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GATHER_S):
-                await ended.wait()
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Read the end of a finished stream, so that its connection can be used again."""
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # the generation is complete whatever happens here
-        async with asyncio.timeout(_DRAIN_S):
-            await response.read()
-
-
-def _json(raw: bytes) -> Any:
-    """The body as JSON; None if it is empty or plain text, as some SGLang endpoints answer."""
-    try:
-        return orjson.loads(raw) if raw else None
-    except orjson.JSONDecodeError:
-        return None
-
-
-def _error_text(raw: bytes) -> str:
-    answer = _json(raw)
-    if isinstance(answer, dict):
-        error = answer.get("error", answer)
-        message = error.get("message") if isinstance(error, dict) else error
-        if message:
-            return str(message)
-    return raw[:300].decode(errors="replace")

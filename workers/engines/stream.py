@@ -59,7 +59,7 @@ class StreamReader:
     """
 
     def __init__(self, request_id: str, vocab_size: int | None) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self._vocab_size = vocab_size
         self.seen = 0
         """Output tokens handed out so far."""
@@ -166,4 +166,4 @@ class StreamReader:
         return tuple(result)
 
     def _error(self, what: str) -> EngineProtocolError:
-        return EngineProtocolError(f"request {self._request_id}: the engine sent {what}")
+        return EngineProtocolError(f"request {self.request_id}: the engine sent {what}")
