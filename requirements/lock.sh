@@ -38,9 +38,21 @@ lock_client() { # name, further options
     write "requirements/clients/$name.lock" "$name.in" "${omit[@]}" "$@" "requirements/clients/$name.in"
 }
 
+lock_vllm() { # further options
+    local omit=()
+    for package in torch torchvision torchaudio torchcodec; do omit+=(--unsafe-package "$package"); done
+    write requirements/engines/vllm.lock vllm.in --allow-unsafe "${omit[@]}" "$@" requirements/engines/vllm.in
+}
+
 case ${1:-} in
 clients) shift ;; # only the clients of the contract tests, each for itself
+vllm) # only the environment of the vLLM server
+    shift
+    lock_vllm "$@"
+    exit
+    ;;
 *)
+    lock_vllm "$@"
     lock dev "$@"
     for role in proxy control trainer agents local; do
         lock "$role" --constraint requirements/dev.lock "$@"
