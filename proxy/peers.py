@@ -104,6 +104,7 @@ class Peers:
         self._key = control_key
         self._clients: dict[str, PeerClient] = {}
         self._http: aiohttp.ClientSession | None = None
+        self._living: set[str] = set()
         self._seen: dict[str, tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refreshing: asyncio.Task[None] | None = None
@@ -178,6 +179,14 @@ class Peers:
         """An owner did not answer: ask the ledger again."""
         self._seen.clear()
 
+    async def lives(self, url: str) -> bool:
+        """Whether the proxy there has a lease, or had one when ours was renewed last."""
+        return url in self._living or url in await self._look_around()
+
+    async def _look_around(self) -> set[str]:
+        self._living = {other.url for other in await asyncio.to_thread(self._ledger.proxies)}
+        return self._living
+
     def client(self, url: str) -> PeerClient:
         """Client of another proxy."""
         if url not in self._clients:
@@ -244,6 +253,7 @@ class Peers:
         newest = await asyncio.to_thread(self._ledger.renew_proxy, self.id, LEASE_S, self._routes.in_force)
         self._routes.renewed(asked + LEASE_S - MARGIN_S)
         self._leased.set()
+        await self._look_around()
         if newest > self._routes.in_force and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = self._spawn(self.refresh(), "refresh routes")
 

@@ -13,7 +13,7 @@ from proxy.app import AgentApp
 from proxy.asgi import App, Message, Receive, Scope, Send, disconnected, read_body, reply
 from proxy.control import control_app
 from proxy.dialects.fields import openai_error
-from proxy.peers import LEASE_S, PASSED_ON, Elsewhere, Peers
+from proxy.peers import LEASE_S, PASSED_ON, RENEW_S, Elsewhere, Peers
 from proxy.service import Service
 from storage.errors import DeadlineError, SeamlessFlowError
 
@@ -74,45 +74,52 @@ class Relay:
             await asyncio.sleep(PAUSE_S)
 
     async def _forward(self, url: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
-        """Pass a request on until its client goes away; False: it has no answer, ask again."""
+        """Pass a request on until its client or the owner goes away; False: it has no answer yet, ask again."""
+        begun = asyncio.Event()
         gone = asyncio.create_task(disconnected(receive))
-        passing = asyncio.create_task(self._pass(url, scope, body, send))
+        passing = asyncio.create_task(self._pass(url, scope, body, send, begun))
         try:
-            await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED)
-            return await passing if passing.done() else True
+            while not (passing.done() or gone.done()):
+                await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED, timeout=RENEW_S)
+                if not await self._peers.lives(url):  # it may stand still and keep its connections
+                    break
+            if passing.done():
+                return await passing
+            if begun.is_set() and not gone.done():
+                raise ConnectionError(f"the proxy at {url} died while it answered")
+            _make_retry(scope)
+            return gone.done()
         finally:
             for task in (gone, passing):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
                     await task
 
-    async def _pass(self, url: str, scope: Scope, body: bytes, send: Send) -> bool:
+    async def _pass(self, url: str, scope: Scope, body: bytes, send: Send, begun: asyncio.Event) -> bool:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         target = url + (scope["raw_path"] + query).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in _HOP]
         headers.append((_PASSED_ON, self._peers.id.encode()))
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-        begun = False
         try:
             async with self._peers.http().request(scope["method"], target, headers=sent, data=body) as answer:
                 if answer.status == MISDIRECTED:
                     return False
                 got = [(name.lower(), value) for name, value in answer.raw_headers]
                 kept = [(name, value) for name, value in got if name not in _HOP or name == b"content-length"]
-                begun = True
+                begun.set()
                 await send({"type": "http.response.start", "status": answer.status, "headers": kept})
                 async for data in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
                 return True
-        except aiohttp.ClientConnectorError as error:
-            _log.info("proxy at %s: %s", url, error)
         except aiohttp.ClientError as error:
-            if begun:
+            if begun.is_set():
                 raise  # the server breaks the client's connection off, which says the same
             _log.info("proxy at %s: %s", url, error)
-            _make_retry(scope)
-        return False
+            if not isinstance(error, aiohttp.ClientConnectorError):
+                _make_retry(scope)
+            return False
 
 
 def application(service: Service, control_key: str) -> App:
