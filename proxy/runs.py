@@ -55,6 +55,7 @@ class Run:
             tool_close=spec.model.tool_close,
             reasoning_parser=parsers.reasoning_parser,
             history=spec.model.history,
+            train_unused=spec.agent.train_unused,
             engine_features=tuple(sorted(FEATURES[spec.engine.kind])),
         )
 

@@ -77,6 +77,8 @@ class AgentSpec(Spec):
     """A session that runs longer ends as ``failed(agent_timeout)``."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts a sample gets when infrastructure, not the agent, failed."""
+    train_unused: bool = False
+    """Whether answers are trained that the agent never used: it asked the same again and went on from the other."""
     processes: int = Field(default=1, ge=1)
     """Agent processes per agent worker; each runs many sessions at a time."""
     options: dict[str, Any] = Field(default_factory=dict)
