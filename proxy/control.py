@@ -267,7 +267,9 @@ def _add_peers(app: FastAPI, service: Service, peers: Peers, key: list[Any]) -> 
         if request.headers.get(PASSED_ON) or not owner.url:  # the session moves this moment
             return Response(status_code=503)
         path = request.scope["raw_path"] + b"?" + request.scope["query_string"]
-        status, body = await peers.pass_on(owner.url, request.method, path.decode("latin-1"), await request.body())
+        status, body = await peers.client(owner.url).pass_on(
+            request.method, path.decode("latin-1"), await request.body()
+        )
         return Response(body, status, media_type="application/json")
 
     @app.post("/control/peer/routes", dependencies=key)

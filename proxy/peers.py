@@ -33,8 +33,6 @@ PASS_LIMIT_S = 60.0
 """How long another proxy has for an answer to a request about one of its sessions."""
 PASSED_ON = "x-seamlessflow-relayed"
 """Header of requests that come from another proxy: they are not passed on a second time."""
-SEEN_S = 1.0
-"""For so long it is believed that another proxy owns a session."""
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +103,6 @@ class Peers:
         self._clients: dict[str, PeerClient] = {}
         self._http: aiohttp.ClientSession | None = None
         self._living: set[str] = set()
-        self._seen: dict[str, tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refreshing: asyncio.Task[None] | None = None
         self._leased = asyncio.Event()
@@ -146,46 +143,25 @@ class Peers:
 
         Raises Elsewhere if its owner lives, or this proxy has no lease and cannot own anything.
         """
-        session = record.session
-        if not self._leased.is_set():
-            raise Elsewhere("")
-        while record.proxy != self.id:
-            owner = await self.owner(record)
-            if owner is not None:
-                self._seen[session] = owner.url, time.monotonic() + SEEN_S
-                raise Elsewhere(owner.url)
+        self.require_lease()
+        owner, session = await self.owner(record), record.session
+        if owner is not None:
+            raise Elsewhere(owner.url)
+        if record.proxy != self.id:
             try:
                 await asyncio.to_thread(self._ledger.own_session, session, self.id, record.proxy)
-                break
             except FencedError:  # another proxy was faster
-                record = await asyncio.to_thread(self._ledger.session, session)
+                raise Elsewhere("") from None
         return Pen(self._journal, await self._journal.take(session, self.id), fenced)
 
-    def check(self, session: str) -> None:
-        """Raises Elsewhere if the session was another proxy's a moment ago."""
-        url, until = self._seen.get(session, ("", 0.0))
-        if time.monotonic() < until:
-            raise Elsewhere(url)
-        self._seen.pop(session, None)
+    def require_lease(self) -> None:
+        """Raises Elsewhere while this proxy may not own anything."""
+        if not self._leased.is_set() or time.monotonic() >= self._routes.lease_until:
+            raise Elsewhere("")
 
-    async def pass_on(self, url: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """A request about a session of another proxy, asked there."""
-        answer = await self.client(url).pass_on(method, path, body)
-        if answer[0] == 503:
-            self.forget()
-        return answer
-
-    def forget(self) -> None:
-        """An owner did not answer: ask the ledger again."""
-        self._seen.clear()
-
-    async def lives(self, url: str) -> bool:
-        """Whether the proxy there has a lease, or had one when ours was renewed last."""
-        return url in self._living or url in await self._look_around()
-
-    async def _look_around(self) -> set[str]:
-        self._living = {other.url for other in await asyncio.to_thread(self._ledger.proxies)}
-        return self._living
+    def lives(self, url: str) -> bool:
+        """Whether the proxy there had a lease when ours was renewed last."""
+        return url in self._living
 
     def client(self, url: str) -> PeerClient:
         """Client of another proxy."""
@@ -234,7 +210,7 @@ class Peers:
                 if other.proxy not in told:
                     told.add(other.proxy)
                     self._spawn(self._tell(other), f"tell {other.url} of routes")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
     async def _tell(self, other: ProxyRecord) -> None:
         try:
@@ -253,24 +229,28 @@ class Peers:
         newest = await asyncio.to_thread(self._ledger.renew_proxy, self.id, LEASE_S, self._routes.in_force)
         self._routes.renewed(asked + LEASE_S - MARGIN_S)
         self._leased.set()
-        await self._look_around()
+        self._living = {other.url for other in await asyncio.to_thread(self._ledger.proxies)}
         if newest > self._routes.in_force and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = self._spawn(self.refresh(), "refresh routes")
+            self._refreshing = self._spawn(self._catch_up(), "catch up with routes")
+
+    async def _catch_up(self) -> None:
+        try:
+            await self.refresh()
+        except SeamlessFlowError as error:  # the next renewal sees that it is still behind
+            _log.warning("routes are not in force here yet: %s", error)
 
     async def _keep(self) -> NoReturn:
+        registered = True
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await self._keep_lease()
+                await (self._renew() if registered else self._register())
+                registered = True
+            except FencedError:
+                self._end()
+                registered = False
             except SeamlessFlowError as error:
                 _log.error("the proxy's lease was not renewed: %s", error)
-
-    async def _keep_lease(self) -> None:
-        try:
-            await self._renew()
-        except FencedError:
-            self._end()
-            await self._register()
 
     async def _guard(self) -> NoReturn:
         while True:

@@ -67,7 +67,6 @@ class Relay:
                 return
             if url and await self._forward(url, scope, body, receive, send):
                 return
-            self._peers.forget()
             if time.monotonic() > deadline:
                 owner = f"the proxy at {url}, which owns this session," if url else "the proxy that owns this session"
                 raise DeadlineError(f"{owner} gave no answer within {LIMIT_S:g} s")
@@ -80,8 +79,8 @@ class Relay:
         passing = asyncio.create_task(self._pass(url, scope, body, send, begun))
         try:
             while not (passing.done() or gone.done()):
-                await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED, timeout=RENEW_S)
-                if not await self._peers.lives(url):  # it may stand still and keep its connections
+                await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * RENEW_S)
+                if not self._peers.lives(url):  # it may stand still and keep its connections
                     break
             if passing.done():
                 return await passing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,12 +23,14 @@ from proxy.trajectory.renderer import Renderer
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
 from proxy.trajectory.turn import Outcome
-from storage.errors import AuthenticationFailed, FencedError, SessionClosed
+from storage.errors import AuthenticationFailed, FencedError, SeamlessFlowError, SessionClosed
 from storage.journal import Journal
 from storage.ledger import Ledger, ProxyRecord, SampleKey, SessionRecord
 
 KEEP_TOKENS = 16_000_000
 """Size of the sessions that stay in memory while nobody uses them, about 20 bytes a token; others are rebuilt."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,11 @@ class Sessions:
         self._by_key: dict[str, str] = {}
         self._loading: dict[str, asyncio.Task[LiveSession]] = {}
 
+    def require_lease(self) -> None:
+        """Raises Elsewhere while new sessions would be nobody's."""
+        if self._peers is not None:
+            self._peers.require_lease()
+
     def new(
         self,
         run: str,
@@ -93,10 +101,11 @@ class Sessions:
     async def create(self, records: Sequence[SessionRecord]) -> None:
         """Enter new sessions; each record's key hash is its only key."""
         await asyncio.to_thread(self._ledger.put_session, *records)
-        for record in records:
+        services = await asyncio.gather(*(self._own(record) for record in records))
+        for record, mine in zip(records, services, strict=True):
             run = await self._runs.get(record.run)
             session = Session(record.session, record.run, Policy.from_json(dict(record.policy)), run.renderer)
-            self._keep(LiveSession(await self._own(record), record, session))
+            self._keep(LiveSession(mine, record, session))
             self._by_key[record.key_hash] = record.session
 
     async def authenticate(self, session: str | None, key: str) -> LiveSession:
@@ -113,8 +122,6 @@ class Sessions:
             found, closed = record.session, record.closed
         if session is not None and session != found:
             raise AuthenticationFailed(f"the API key is not of session {session!r}: each session has its own")
-        if self._peers is not None and found not in self._live:
-            self._peers.check(found)
         if closed or (live := await self.get(found)).ended:
             raise SessionClosed(f"session {found} has ended: its attempt was finished or given up")
         self._by_key[digest] = found
@@ -162,9 +169,12 @@ class Sessions:
         """Seal a session, wherever it is, refuse its key from now on, and drop it from memory."""
         owner = await self.owner(await self.record(session))
         if owner is not None and self._peers is not None:
-            await self._peers.client(owner.url).end_session(session)
-            return
-        await self.seal(await self.get(session))
+            try:
+                await self._peers.client(owner.url).end_session(session)
+            except SeamlessFlowError as error:  # its housekeeping will find it closed
+                _log.warning("session %s is not sealed yet at %s: %s", session, owner.url, error)
+        else:
+            await self.seal(await self.get(session))
         await asyncio.to_thread(self._ledger.close_session, session)
         self.forget(session)
 
@@ -177,6 +187,7 @@ class Sessions:
 
     def lose_all(self, error: Exception) -> None:
         """Every open session may be another proxy's now."""
+        self._asleep.clear()
         for live in list(self._live.values()):
             if not live.ended:
                 self.lose(live.record.session, error)

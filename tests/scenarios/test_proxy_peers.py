@@ -61,7 +61,7 @@ class Cluster:
 
 @pytest.fixture
 async def start(tmp_path, postgres, spec_for, monkeypatch):
-    for name, value in {"LEASE_S": 2.0, "RENEW_S": 0.2, "MARGIN_S": 0.8, "SEEN_S": 0.2}.items():
+    for name, value in {"LEASE_S": 2.0, "RENEW_S": 0.2, "MARGIN_S": 0.8}.items():
         monkeypatch.setattr(f"proxy.peers.{name}", value)
     write_toy_model(tmp_path / "model")
     url = postgres.database()
