@@ -92,10 +92,18 @@ class Stream(ABC):
             async with asyncio.TaskGroup() as group:
                 while True:
                     self._ended.clear()
-                    if not await self._claim(lambda work: self._start(group, work)):
+                    if not await self._claimed(group):
                         await self._pause()
         finally:
             await self._runner.close()
+
+    async def _claimed(self, group: asyncio.TaskGroup) -> bool:
+        """A proxy that is away for longer than the client waits costs no piece of work that runs."""
+        try:
+            return await self._claim(lambda work: self._start(group, work))
+        except DeadlineError as error:
+            log.warning("nothing was claimed: %s", error)
+            return False
 
     @abstractmethod
     async def _claim(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> bool:
@@ -233,6 +241,8 @@ async def _unless_stale(report: Awaitable[object], run: str, session: str) -> No
         await report
     except (FencedError, NotFoundError, SessionClosed) as error:
         log.info("run %s, session %s: report dropped: %s", run, session, error)
+    except DeadlineError as error:  # this one is lost and tried again, the others go on
+        log.warning("run %s, session %s: report lost: %s", run, session, error)
 
 
 def _last_line(detail: str) -> str:
