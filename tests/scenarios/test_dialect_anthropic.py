@@ -132,7 +132,7 @@ async def test_results_of_parallel_calls_reach_the_model_in_the_order_of_the_cal
         ({"type": "tool", "name": "add"}, '{"a": 7, "b": 41}}\n</tool_call>'),
     ],
 )
-async def test_49_a_forced_call_is_a_tool_use_and_going_on_extends(start_bench, connect, stream, choice, written):
+async def test_case_49_a_forced_call_is_a_tool_use_and_going_on_extends(start_bench, connect, stream, choice, written):
     bench = await start_bench(Play(toy_ids(written)), Play(toy_ids("48")))
     client = await connect(bench)
     first = await ask(client, tools=[ADD], tool_choice=choice, stream=stream)
@@ -171,7 +171,7 @@ async def test_thinking_comes_in_its_own_block_and_going_on_extends(start_bench,
 
 
 @pytest.mark.parametrize("beta", [False, True])
-async def test_76_a_count_is_the_length_of_the_prompt_that_a_call_records_and_leaves_nothing(
+async def test_case_76_a_count_is_the_length_of_the_prompt_that_a_call_records_and_leaves_nothing(
     start_bench, connect, beta
 ):
     bench = await start_bench(Play(toy_ids(CALL)), Play(toy_ids("48")))
@@ -191,7 +191,7 @@ async def test_76_a_count_is_the_length_of_the_prompt_that_a_call_records_and_le
     assert await outcomes(bench) == ["root", "extend"]
 
 
-async def test_76_the_beta_api_is_the_same_api(start_bench, connect):
+async def test_case_76_the_beta_api_is_the_same_api(start_bench, connect):
     bench = await start_bench(Play(toy_ids("Hello")))
     client = await connect(bench)
     keep_all = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -201,7 +201,7 @@ async def test_76_the_beta_api_is_the_same_api(start_bench, connect):
     assert answer.content[0].text == "Hello"
 
 
-async def test_44_a_billing_header_that_changes_reaches_neither_the_prompt_nor_the_match(start_bench, connect):
+async def test_case_44_a_billing_header_that_changes_reaches_neither_the_prompt_nor_the_match(start_bench, connect):
     bench = await start_bench(Play(toy_ids("one")), Play(toy_ids("two")), Play(toy_ids("three")))
     client = await connect(bench)
 
@@ -218,7 +218,7 @@ async def test_44_a_billing_header_that_changes_reaches_neither_the_prompt_nor_t
     assert await outcomes(bench) == ["root", "root", "extend"]
 
 
-async def test_77_system_and_content_as_blocks_or_as_strings_are_the_same_prompt(start_bench, connect):
+async def test_case_77_system_and_content_as_blocks_or_as_strings_are_the_same_prompt(start_bench, connect):
     bench = await start_bench(Play(toy_ids("one")), Play(toy_ids("two")))
     client = await connect(bench)
     blocks = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("h", "i")]
@@ -292,7 +292,7 @@ async def test_a_failure_in_a_stream_is_an_error_event_and_before_it_a_status(st
     assert failure.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_30_too_long_a_prompt_is_refused_in_the_vendor_s_words_and_is_no_turn(start_bench, connect):
+async def test_case_30_too_long_a_prompt_is_refused_in_the_vendor_s_words_and_is_no_turn(start_bench, connect):
     bench = await start_bench()
     client = await connect(bench)
     with pytest.raises(anthropic.BadRequestError) as failure:

@@ -45,7 +45,7 @@ async def test_a_prompt_that_goes_on_from_an_answer_extends_it(start_bench):
     assert [turn["outcome"] for turn in await bench.turns()] == ["root", "extend"]
 
 
-async def test_21_a_stream_says_the_same_and_usage_comes_last_and_only_when_asked(start_bench):
+async def test_case_21_a_stream_says_the_same_and_usage_comes_last_and_only_when_asked(start_bench):
     bench = await start_bench(*[Play(toy_ids(" upon"))] * 2)
     for options in ({}, {"stream_options": {"include_usage": True}}):
         chunks = await bench.read(await complete(bench, stream=True, **options))
@@ -58,7 +58,7 @@ async def test_21_a_stream_says_the_same_and_usage_comes_last_and_only_when_aske
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_57_log_probabilities_are_the_engine_s_in_the_schema_of_completions(start_bench, stream):
+async def test_case_57_log_probabilities_are_the_engine_s_in_the_schema_of_completions(start_bench, stream):
     bench = await start_bench(Play(toy_ids("abc")))
     answer = await complete(bench, logprobs=0, stream=stream)
     choices = [chunk.choices[0] for chunk in await bench.read(answer)] if stream else answer.choices
@@ -68,7 +68,7 @@ async def test_57_log_probabilities_are_the_engine_s_in_the_schema_of_completion
     assert [offset for part in told for offset in part.text_offset] == [0, 1, 2]
 
 
-async def test_57_the_likeliest_tokens_are_told_by_their_text(start_bench):
+async def test_case_57_the_likeliest_tokens_are_told_by_their_text(start_bench):
     bench = await start_bench(Play(toy_ids("abc")), engine={"kind": "scripted"})
     answer = await complete(bench, logprobs=2)
     assert answer.choices[0].logprobs.top_logprobs[0] == {"a": -0.25, "b": -1.25}

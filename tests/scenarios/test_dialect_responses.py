@@ -78,7 +78,7 @@ async def test_a_token_limit_makes_the_response_incomplete(start_bench):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_51_an_answer_with_a_call_is_gone_on_from_by_its_id_and_nothing_forks(start_bench, stream):
+async def test_case_51_an_answer_with_a_call_is_gone_on_from_by_its_id_and_nothing_forks(start_bench, stream):
     bench = await start_bench(*plays(call('{"a": 7, "b": 41}'), "48"))
     client = await bench.client()
     first = await ask(client, tools=[ADD], stream=stream)
@@ -98,7 +98,9 @@ async def test_51_an_answer_with_a_call_is_gone_on_from_by_its_id_and_nothing_fo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_82_a_client_that_stores_nothing_and_sends_all_items_again_reaches_the_same_place(start_bench, stream):
+async def test_case_82_a_client_that_stores_nothing_and_sends_all_items_again_reaches_the_same_place(
+    start_bench, stream
+):
     bench = await start_bench(*plays(call('{"a": 7, "b": 41}'), "48", "48"))
     client = await bench.client()
     first = await ask(client, USER, tools=[ADD], instructions="Be brief.")
@@ -116,7 +118,7 @@ async def test_82_a_client_that_stores_nothing_and_sends_all_items_again_reaches
     assert session.turns[1].prompt_end == session.turns[2].prompt_end
 
 
-async def test_82_instructions_are_those_of_the_request_and_not_of_the_one_before(start_bench):
+async def test_case_82_instructions_are_those_of_the_request_and_not_of_the_one_before(start_bench):
     bench = await start_bench(*plays("one", "two", "three"))
     client = await bench.client()
     first = await ask(client, instructions="Be brief.")
@@ -128,7 +130,7 @@ async def test_82_instructions_are_those_of_the_request_and_not_of_the_one_befor
     assert texts == ["Be long.", "hi", "one", "more"]
 
 
-async def test_51_an_unknown_id_and_one_that_was_not_stored_are_404(start_bench):
+async def test_case_51_an_unknown_id_and_one_that_was_not_stored_are_404(start_bench):
     bench = await start_bench(*plays("Hello"))
     client = await bench.client()
     unstored = await ask(client, store=False)
@@ -139,7 +141,7 @@ async def test_51_an_unknown_id_and_one_that_was_not_stored_are_404(start_bench)
     assert len(bench.engine.requests) == 1
 
 
-async def test_51_a_response_of_another_session_is_404(start_bench):
+async def test_case_51_a_response_of_another_session_is_404(start_bench):
     bench = await start_bench(*plays("Hello"))
     first = await ask(await bench.client())
     with pytest.raises(openai.NotFoundError):
@@ -147,7 +149,7 @@ async def test_51_a_response_of_another_session_is_404(start_bench):
 
 
 @pytest.mark.parametrize("include", [["reasoning.encrypted_content"], []])
-async def test_80_reasoning_comes_back_sealed_or_as_text_and_the_conversation_goes_on(start_bench, include):
+async def test_case_80_reasoning_comes_back_sealed_or_as_text_and_the_conversation_goes_on(start_bench, include):
     bench = await start_bench(*plays("<think>Hm.</think>Hello", "ok"), **THINK)
     client = await bench.client()
     events = await bench.read(await ask(client, USER, include=include, store=False, stream=True))

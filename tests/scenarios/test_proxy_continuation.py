@@ -19,21 +19,6 @@ def sent(engine, count):
     return lambda: any(len(output.ids) >= count for output in engine.outputs.values())
 
 
-async def test_11_a_continued_request_has_the_rest_of_its_budget_only(start_bench):
-    bench = await start_bench(Play(HELLO, fault=Fault("abort", 4)), Play(HELLO[4:]))
-    answer = await bench.ask(max_tokens=10)
-    assert [request.max_new_tokens for request in bench.engine.requests] == [10, 6]
-    assert answer.usage.completion_tokens == 10
-    assert answer.choices[0].finish_reason == "length"
-
-
-async def test_11_a_request_cut_with_its_budget_used_up_ends_without_another_engine_call(start_bench):
-    bench = await start_bench(Play(HELLO, fault=Fault("abort", 4)))
-    answer = await bench.ask(max_tokens=4)
-    assert len(bench.engine.requests) == 1
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Hell", "length")
-
-
 @pytest.mark.parametrize("kind", ["death", "drop", "no_final"])
 async def test_a_generation_continues_on_another_engine_when_its_own_dies(start_bench, kind):
     bench = await start_bench(Play(HELLO, fault=Fault(kind, 5)))
@@ -86,16 +71,6 @@ async def test_a_held_route_lets_what_runs_go_on_and_starts_nothing_new(start_be
     assert len(bench.engine.requests) == 1
     await bench.proxy.control.put_route("lease-a", **hold, version=1, state="open")
     assert (await second).choices[0].message.content == "second"
-
-
-async def test_42_every_request_is_salted_with_the_version_of_its_route(start_bench):
-    bench = await start_bench()
-    client = await bench.client()
-    body = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    await client.chat.completions.create(**body)
-    await bench.proxy.open_route(bench.engine.url, version=1)
-    await client.chat.completions.create(**body)
-    assert [request.salt.strip("\0") for request in bench.engine.requests] == ["wv:0", "wv:1"]
 
 
 async def test_a_generation_only_starts_on_an_engine_that_serves_its_run(start_bench, spec_for, until):

@@ -14,7 +14,8 @@ DROPS = (
     "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content and loop.index0 > last.user %}"
-    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """A template that leaves out the reasoning of earlier turns."""
 THOUGHT = "<think>\nHm.\n</think>\n\nHello"
@@ -45,7 +46,7 @@ async def test_kept_history_is_the_recorded_tokens_reasoning_included(start_benc
     assert await outcomes(bench) == ["root", "extend"]
 
 
-async def test_the_template_s_history_branches_where_its_tokens_are_others(start_bench):
+async def test_case_31_the_template_s_history_branches_where_its_tokens_are_others(start_bench):
     bench = await bench_of(start_bench, "template", THOUGHT, "ok")
     client = await bench.client()
     answer = await ask(client, USER)

@@ -157,7 +157,7 @@ async def test_an_owner_that_stood_still_too_long_can_add_nothing(proxies, until
     assert len((await proxies.control.session(session["session"]))["turns"]) == 2
 
 
-async def test_86_300_requests_that_are_held_at_the_wrong_proxy_are_all_answered_once(proxies):
+async def test_case_86_300_requests_that_are_held_at_the_wrong_proxy_are_all_answered_once(proxies):
     held = {"run": "demo", "node": "n", "url": proxies.engine.url, "epoch": 1, "version": 0}
     await proxies.control.put_route("a", **held, state="held")
     async with ControlClient(proxies.urls[0], KEYS.control_key) as first:

@@ -95,7 +95,7 @@ async def test_sessions_of_a_run_are_listed_page_by_page(start_bench):
         await control.sessions("other")
 
 
-async def test_90_the_attempt_is_part_of_a_session_s_identity_and_a_released_one_is_sealed(start_bench):
+async def test_case_90_the_attempt_is_part_of_a_session_s_identity_and_a_released_one_is_sealed(start_bench):
     bench = await start_bench(Play(toy_ids("first")), Play(toy_ids("second")))
     control = bench.proxy.control
     (first,) = await claim(bench)
