@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import ConfigError
-from workers.engines import sglang_launch
+from workers.engines import sglang_launch, vllm_launch
 from workers.engines.base import Engine
 from workers.engines.launch import Launch, Place
 from workers.engines.sglang import SglangEngine
 from workers.engines.sglang_server import SglangServer
+from workers.engines.vllm import VllmEngine
 from workflows.spec import EngineSpec, RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +30,8 @@ class EngineKind:
     name: str
     command: Callable[[RunSpec, Place, str], Launch]
     """Of its process; the last argument is the interpreter."""
-    connect: Callable[[str], Engine]
-    """The adapter for an engine at a base URL."""
+    connect: Callable[..., Engine]
+    """The adapter for an engine: base URL, and by name ``deadline_s``, ``load_deadline_s`` and ``stall_s``."""
     own_environment: bool = False
     """Whether it lives in an environment of its own."""
     examine: Callable[[EngineSpec, Path], str | None] = lambda engine, interpreter: None
@@ -87,6 +88,7 @@ KINDS: dict[str, EngineKind] = {
         EngineKind("embedded", _ours, SglangEngine),
         EngineKind("scripted", _ours, SglangEngine),
         EngineKind("sglang", sglang_launch.launch, SglangServer, True, sglang_launch.problem),
+        EngineKind("vllm", vllm_launch.launch, VllmEngine, True, vllm_launch.problem),
     )
 }
 """By ``engine.kind``."""

@@ -73,7 +73,7 @@ class StreamReader:
             raise self._error("an event without meta_info")
         finish = self._finish(meta.get("finish_reason"))
         ids, logprobs = self._new_tokens(event, meta, finish)
-        tops = self._tops(meta.get("output_top_logprobs"), len(ids))
+        tops = self._tops(meta.get("output_top_logprobs"), len(ids), finish)
         self.seen += len(ids)
         self.finished = finish is not None
         spans = self._spans(meta.get("weight_versions")) if finish else None
@@ -98,21 +98,25 @@ class StreamReader:
         if not isinstance(total, int):
             raise self._error(f"completion_tokens is {total!r}")
         new = total - self.seen
-        if finish is not None and finish.kind == "abort" and new <= 0:
+        aborted = finish is not None and finish.kind == "abort"
+        if aborted and new <= 0:
             # SGLang sends the last token again when a retracted request is aborted, and no counts from its queue.
             return (), ()
         if new < 0:
             raise self._error(f"completion_tokens fell from {self.seen} to {total}")
+        if len(ids) == new + 1 and aborted and len(ids) != total:
+            ids = ids[:new]  # the last token again, in one event with new ones
         if len(ids) not in (new, total):
             raise self._error(f"{len(ids)} output_ids where {new} new of {total} tokens are due")
         fresh = tuple(ids[len(ids) - new :])
-        return fresh, self._logprobs(fresh, meta.get("output_token_logprobs") or [], total)
+        return fresh, self._logprobs(fresh, meta.get("output_token_logprobs") or [], total, aborted)
 
-    def _logprobs(self, ids: tuple[int, ...], entries: list[Any], total: int) -> tuple[float, ...]:
+    def _logprobs(self, ids: tuple[int, ...], entries: list[Any], total: int, aborted: bool) -> tuple[float, ...]:
+        """The end of ``entries``: they are of the new tokens, of all, or, with an abort, of the new ones and then all."""
         new = len(ids)
         if not new:
             return ()
-        if len(entries) not in (new, total):
+        if len(entries) not in (new, total, new + total if aborted else total):
             raise self._error(f"{len(entries)} log-probs for {new} new of {total} tokens")
         return tuple(
             self._logprob(token, entry, self.seen + index)
@@ -129,11 +133,13 @@ class StreamReader:
             raise self._error(f"output token {position} has log-prob {value!r}")
         return min(float(value), 0.0)
 
-    def _tops(self, entries: Any, new: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """The likeliest tokens of each new token; ``entries`` are cumulative or not, as the ids are."""
+    def _tops(self, entries: Any, new: int, finish: Finish | None) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """The likeliest tokens of each new token; ``entries`` are as those of :meth:`_logprobs`."""
         if not entries or not new:
             return ()
-        if len(entries) not in (new, self.seen + new):
+        total = self.seen + new
+        aborted = finish is not None and finish.kind == "abort"
+        if len(entries) not in (new, total, new + total if aborted else total):
             raise self._error(f"{len(entries)} top log-probs for {new} new tokens")
         try:
             return tuple(
@@ -156,7 +162,7 @@ class StreamReader:
             return None
         result = []
         end = 0
-        for span in spans:
+        for span in spans if self.seen else ():  # SGLang gives a request without output one span of no tokens
             if span.get("start") != end or not isinstance(span.get("end"), int) or span["end"] <= end:
                 raise self._error(f"weight_versions with a gap or overlap: {spans!r}")
             result.append(VersionSpan(parse_version(span.get("version")), end, span["end"]))

@@ -11,9 +11,10 @@ from typing import Any
 from tests.contract.engines.models import CONTEXT, VOCAB
 from tests.contract.engines.rigs.base import Process, Rig
 from workers.engines.base import Chunk, Engine, Loaded, Sampling
+from workers.engines.sglang import GATHER_S
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-LONG = 400
+LONG = 1500
 """Tokens of a request that is still running when the test gets to it."""
 LIMIT_S = 90.0
 
@@ -83,8 +84,6 @@ class Bench:
     engine: Engine
     salt: str = field(default_factory=lambda: uuid.uuid4().hex)
     version: int = 0
-    model: Path | None = None
-    """What is served, if not the first checkpoint as version 0."""
     live: list[Generation] = field(default_factory=list)
 
     def can(self, ability: str) -> bool:
@@ -132,14 +131,23 @@ class Bench:
 
     async def load(self, model: Path, version: int) -> Loaded:
         loaded = await self.engine.load_weights(str(model), version)
-        self.version, self.model = version, model
+        self.version = version
         return loaded
+
+    async def calm(self) -> None:
+        """Returns when what a paused engine has made is read: an adapter gathers what it reads for a moment."""
+        await self.engine.info()
+        await asyncio.sleep(10 * GATHER_S)
+
+    async def until_live(self, count: int) -> None:
+        """Returns when the engine says that so many requests run or wait."""
+        async with asyncio.timeout(LIMIT_S):
+            while (stats := await self.engine.stats()).running + stats.waiting != count:  # noqa: ASYNC110 - it tells no one
+                await asyncio.sleep(0.02)
 
     async def idle(self) -> None:
         """Returns when the engine has no request left."""
-        async with asyncio.timeout(LIMIT_S):
-            while (stats := await self.engine.stats()).running or stats.waiting:  # noqa: ASYNC110 - it tells no one
-                await asyncio.sleep(0.02)
+        await self.until_live(0)
 
     async def restore(self) -> None:
         """As the test found it: no request, not paused, the first checkpoint as version 0."""
@@ -151,5 +159,6 @@ class Bench:
                 generation.task.cancel()
         await asyncio.gather(*(g.task for g in self.live if g.task is not None), return_exceptions=True)
         await self.idle()
-        if self.model is not None:
+        info = await self.engine.info()
+        if (info.model_path, info.weight_version) != (str(self.checkpoints.first), 0):
             await self.load(self.checkpoints.first, 0)

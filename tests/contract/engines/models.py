@@ -22,8 +22,8 @@ from transformers import (
 )
 
 VOCAB = 64
-CONTEXT = 512
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
+CONTEXT = 2048
+LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012345678{}"'
 """Token ``i`` is the text ``LETTERS[i]``."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # vLLM has no smaller one on the CPU
     "max_position_embeddings": CONTEXT,
     "eos_token_id": None,
     "bos_token_id": None,

@@ -49,6 +49,27 @@ def test_an_abort_that_repeats_the_last_token_and_all_log_probs_adds_nothing() -
     assert chunk.finish == Finish("abort", message="Aborted")
 
 
+@pytest.mark.parametrize("seen", [1, 2])
+def test_an_abort_that_repeats_the_last_token_behind_new_ones_gives_the_new_ones_once(seen: int) -> None:
+    stream = reader()
+    for n in range(1, seen + 1):
+        stream.read(event([n], n))
+    everything = [[-0.1 * i, i, None] for i in range(1, seen + 2)]
+    last = seen + 1
+    spans = [{"version": "3@aa", "start": 0, "end": last}]
+    logprobs = [everything[-1], *everything]  # the event of the new token, and the abort's full list, in one
+    chunk = stream.read(event([last, last], last, logprobs=logprobs, finish={"type": "abort"}, weight_versions=spans))
+    assert chunk.ids == (last,)
+    assert chunk.logprobs == pytest.approx([-0.1 * last])
+    assert chunk.spans == (VersionSpan(3, 0, last),)
+
+
+def test_an_abort_before_the_first_token_has_a_span_of_no_tokens() -> None:
+    spans = [{"version": "3", "start": 0, "end": 0}]
+    chunk = reader().read(event([], 0, finish={"type": "abort"}, weight_versions=spans))
+    assert (chunk.ids, chunk.spans) == ((), ())
+
+
 def test_an_abort_out_of_the_queue_without_log_prob_key_is_an_empty_chunk() -> None:
     payload = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}
     chunk = reader().read(orjson.dumps(payload))

@@ -12,13 +12,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from storage.errors import EngineError
+from tests.contract.engines.models import CONTEXT
 from workers.engines.base import FEATURES, Engine
 from workers.engines.kinds import KINDS
 from workers.engines.launch import Place
@@ -37,7 +38,10 @@ ABILITIES = frozenset(
         "pause_retract",
         "pause_in_place",
         "spans",  # the engine says the exact weight version of every token
-        "load_unpaused",  # weights change under running requests without a pause
+        "abort_in_place",  # a request that is aborted while the engine is paused in place ends at once
+        "update_lands_at_once",  # unpaused, new weights come between two tokens, not after the running requests
+        "queue",  # requests beyond ``engine.max_running`` wait
+        "checks_weights",  # a checkpoint that does not fit is refused
         "release_memory",
         "tied_and_untied",  # serves Qwen3 with a tied and Llama with an untied head
         "collective",  # weights by broadcast
@@ -82,11 +86,11 @@ class Rig:
         return RunSpec.model_validate(
             {
                 "run": "contract",
-                "model": {"path": str(model), "max_context": 512},
+                "model": {"path": str(model), "max_context": CONTEXT},
                 "data": {"path": "tasks.jsonl"},
                 "reward": {"target": "reward:score"},
                 "nodes": [{"id": "n0", "tags": ["rollout", "train"]}],
-                "engine": {"kind": self.kind, "kv_tokens": 16384, "max_running": 16, **self.engine},
+                "engine": {"kind": self.kind, "kv_tokens": 32768, "max_running": 16, **self.engine},
             }
         )
 
@@ -98,7 +102,7 @@ class Rig:
         log = folder / "engine.log"
         with log.open("ab") as output:
             started = subprocess.Popen(
-                launch.command,
+                [*launch.command, *self.arguments(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -136,9 +140,13 @@ class Rig:
         except EngineError:
             return False
 
-    def connect(self, url: str) -> Engine:
-        """The adapter as production uses it."""
-        return KINDS[self.kind].connect(url)
+    def arguments(self, folder: Path) -> Sequence[str]:
+        """Words that the command line gets beyond the launcher's."""
+        return ()
+
+    def connect(self, url: str, **limits: float) -> Engine:
+        """The adapter as production uses it; ``limits``: ``deadline_s``, ``load_deadline_s``, ``stall_s``."""
+        return KINDS[self.kind].connect(url, **limits)
 
     async def version(self, engine: Engine) -> str:
         """Of the engine's release."""
