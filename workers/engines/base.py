@@ -52,6 +52,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "embedded": frozenset({"logit_bias", "top_logprobs"}),
     "scripted": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
     "sglang": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
+    "vllm": frozenset({"grammar", "penalties", "logit_bias", "top_logprobs"}),
 }
 """Kind of engine -> what it supports of :class:`Sampling` beyond temperature, top-p, top-k, stops and seeds."""
 
