@@ -42,6 +42,7 @@ class SampleDesk:
         train on starts while too much waits for the object store.
         """
         run = await self._runs.get(name)
+        self._sessions.require_lease()
         if holding is not None:
             await self._give_back_lost(run, stream, worker, set(holding))
         try:
@@ -202,7 +203,7 @@ def transcript(session: Session) -> list[dict[str, Any]]:
 
 
 def _exchange(session: Session, turn: Turn, choice: Choice, answer: Message) -> dict[str, Any]:
-    messages = [message.for_chat() for message in session.messages(turn)]
+    messages = [message.for_chat() for message in session.conversations.messages(turn)]
     return {
         "request": {"messages": messages, **({"tools": list(turn.tools)} if turn.tools else {})},
         "response": {

@@ -35,6 +35,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Rest at the end of the generation; an incomplete character becomes one U+FFFD."""
+        if self._shown == len(self._ids):
+            return ""
         before = self._decode(self._ids[self._prefix : self._shown])
         after = self._decode(self._ids[self._prefix :])
         self._prefix = self._shown = len(self._ids)

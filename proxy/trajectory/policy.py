@@ -96,10 +96,14 @@ class Used:
 
     def to_json(self) -> dict[str, Any]:
         """Without what is not in force; :meth:`from_json` is the inverse."""
-        always = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
-        values = asdict(self)
-        values["logit_bias"] = {str(token): change for token, change in self.logit_bias.items()}
-        return {name: value for name, value in values.items() if name in always or value not in (-1, 0, {}, None)}
+        fixed = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
+        data: dict[str, Any] = {name: getattr(self, name) for name in fixed}
+        for name in ("top_k", "presence_penalty", "frequency_penalty", "json_schema", "top_logprobs"):
+            if (value := getattr(self, name)) not in (-1, 0, None):
+                data[name] = value
+        if self.logit_bias:
+            data["logit_bias"] = {str(token): change for token, change in self.logit_bias.items()}
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Used:

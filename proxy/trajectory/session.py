@@ -16,7 +16,7 @@ import numpy as np
 from proxy.dialects.base import TurnRequest
 from proxy.trajectory import reasoning
 from proxy.trajectory.answer import AnswerBuilder, Delta
-from proxy.trajectory.canonical import Message, extend_digest, tools_digest
+from proxy.trajectory.conversations import Conversations
 from proxy.trajectory.policy import Policy, Used, asked, check_limits, decide
 from proxy.trajectory.reading import Reading
 from proxy.trajectory.renderer import Renderer
@@ -41,8 +41,10 @@ class Session:
     sealed: bool = False
     affinity: str | None = None
     """Lease of the engine that last worked for it and has its prefix cached."""
-    _answers: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    _prompts: dict[bytes, int] = field(default_factory=dict)
+    conversations: Conversations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.turns)
 
     def resolve(self, request: TurnRequest) -> TurnRequest:
         """The request with the conversation that it goes on from in front.
@@ -57,7 +59,7 @@ class Session:
             raise PreviousResponseNotFound(
                 f"Previous response with id 'resp_{request.previous}' not found.", param="previous_response_id"
             )
-        history = (*self.messages(turn)[1 if turn.instructions else 0 :], choice.answer)
+        history = (*self.conversations.messages(turn)[1 if turn.instructions else 0 :], choice.answer)
         own = 1 if request.instructions else 0
         return replace(request, messages=(*request.messages[:own], *history, *request.messages[own:]))
 
@@ -134,8 +136,7 @@ class Session:
             self.choice(turn.parent).continued = True
         self.turns.append(turn)
         if not turn.raw:
-            turn.digest = self._digest(turn)
-            self._prompts.setdefault(turn.digest, turn.index)
+            self.conversations.enter_prompt(turn)
         return turn
 
     def choice(self, at: tuple[int, int]) -> Choice:
@@ -172,10 +173,7 @@ class Session:
         choice.ended = bool(ids) and ids[-1] in self.renderer.eos_ids
         self._enter(turn, choice, passable=True)
         if ids and not turn.raw:
-            at = (turn.index, choice.index)
-            self._answers[extend_digest(turn.digest, answer)] = at
-            if answer.reasoning:  # many clients do not send it back
-                self._answers[extend_digest(turn.digest, answer.without_reasoning())] = at
+            self.conversations.enter_answer(turn, choice, answer)
         return deltas
 
     def seal(self) -> None:
@@ -206,15 +204,6 @@ class Session:
         ]
         waiting = [turn for turn in known if turn.left or any(choice.status == "aborted" for choice in turn.choices)]
         return next(reversed(waiting or known), None)
-
-    def messages(self, turn: Turn) -> tuple[Message, ...]:
-        """All messages of the turn's request."""
-        parts = [turn.new_messages]
-        while turn.parent is not None:
-            answer = self.choice(turn.parent).answer
-            turn = self.turns[turn.parent[0]]
-            parts += [(answer,) if answer else (), turn.new_messages]
-        return tuple(message for part in reversed(parts) for message in part)
 
     def generations(self) -> Iterator[tuple[Turn, Choice]]:
         """Every choice of every turn."""
@@ -267,9 +256,10 @@ class Session:
         )
 
     def _place_messages(self, request: TurnRequest) -> Placement:
-        parent, position, answered = self._find(request)
-        if parent is None:
+        followed = self.conversations.find(request)
+        if followed is None:
             return self._full(request, Outcome.ROOT, "")
+        parent, position, answered = followed
         choice = self.choice(parent)
         if self.policy.history == "template":
             return self._as_template(request, parent, position)
@@ -340,23 +330,6 @@ class Session:
         ids = self.renderer.prompt(request.messages, request.tools, thinking=request.thinking)
         return Placement(outcome, reason, None, 0, ROOT, ids)
 
-    def _find(self, request: TurnRequest) -> tuple[tuple[int, int] | None, int, bool]:
-        """The latest choice that the request follows: (choice, messages up to and with it, the answer is equal)."""
-        digest = tools_digest(request.tools)
-        found: tuple[tuple[int, int] | None, int, bool] = (None, 0, False)
-        asked_last: int | None = None
-        for position, message in enumerate(request.messages, 1):
-            digest = extend_digest(digest, message)
-            if message.role == "assistant":
-                answered = self._answers.get(digest)
-                if answered is not None:
-                    found = (answered, position, True)
-                    digest = self._answer_digest(answered)  # as recorded, whatever the client left out
-                elif asked_last is not None:
-                    found = ((asked_last, 0), position, False)
-            asked_last = self._prompts.get(digest)
-        return found
-
     def _continuation_refusal(self, parent: tuple[int, int], answered: bool) -> str:
         if not answered:
             return f"answer_differs: the assistant message is not the answer to turn {parent[0]}"
@@ -365,14 +338,3 @@ class Session:
         if self.renderer.continuation_refusal:
             return f"template: {self.renderer.continuation_refusal}"
         return ""
-
-    def _answer_digest(self, at: tuple[int, int]) -> bytes:
-        turn, answer = self.turns[at[0]], self.choice(at).answer
-        return extend_digest(turn.digest, answer) if answer else turn.digest
-
-    def _digest(self, turn: Turn) -> bytes:
-        """Digest of the turn's whole request, from its parent's: O(new messages)."""
-        digest = tools_digest(turn.tools) if turn.parent is None else self._answer_digest(turn.parent)
-        for message in turn.new_messages:
-            digest = extend_digest(digest, message)
-        return digest

@@ -126,7 +126,7 @@ async def test_case_82_instructions_are_those_of_the_request_and_not_of_the_one_
     await ask(client, MORE, instructions="Be long.", previous_response_id=first.id)
     assert await outcomes(bench) == ["root", "extend", "root"]
     session = await bench.recorded()
-    texts = [message.content for message in session.messages(session.turns[2])]
+    texts = [message.content for message in session.conversations.messages(session.turns[2])]
     assert texts == ["Be long.", "hi", "one", "more"]
 
 
@@ -163,7 +163,7 @@ async def test_case_80_reasoning_comes_back_sealed_or_as_text_and_the_conversati
     await ask(client, USER, *items, MORE, store=False)
     assert await outcomes(bench) == ["root", "extend"]
     session = await bench.recorded()
-    assert session.messages(session.turns[1])[1].reasoning == "Hm."
+    assert session.conversations.messages(session.turns[1])[1].reasoning == "Hm."
 
 
 async def test_a_custom_tool_is_called_with_text(start_bench):
@@ -186,7 +186,7 @@ async def test_results_of_parallel_calls_may_come_in_any_order(start_bench):
     results = [{"type": "function_call_output", "call_id": ids[at], "output": str(3 + 4 * at)} for at in (1, 0)]
     await ask(client, *results, tools=[ADD], previous_response_id=first.id)
     session = await bench.recorded()
-    assert [message.content for message in session.messages(session.turns[1])[2:]] == ["3", "7"]
+    assert [message.content for message in session.conversations.messages(session.turns[1])[2:]] == ["3", "7"]
 
 
 async def test_log_probabilities_are_those_of_the_recorded_tokens(start_bench):
