@@ -8,6 +8,7 @@ of the owner before can come in behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -199,7 +200,8 @@ class Peers:
 
     async def _spread(self, generation: int) -> None:
         """Returns when a generation of the routes is in force everywhere. Raises DeadlineError naming who is behind."""
-        await self._renew()
+        with contextlib.suppress(FencedError):  # without a lease we act on nothing, and are not waited for
+            await self._renew()
         deadline = time.monotonic() + LEASE_S + DRAIN_LIMIT_S
         told: set[str] = set()
         while behind := await asyncio.to_thread(self._ledger.unacknowledged, generation):

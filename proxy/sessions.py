@@ -27,8 +27,9 @@ from storage.errors import AuthenticationFailed, FencedError, SeamlessFlowError,
 from storage.journal import Journal
 from storage.ledger import Ledger, ProxyRecord, SampleKey, SessionRecord
 
-KEEP_TOKENS = 16_000_000
-"""Size of the sessions that stay in memory while nobody uses them, about 20 bytes a token; others are rebuilt."""
+KEEP_TOKENS = 8_000_000
+"""Tokens of the sessions that stay in memory; those that nobody used for longest are dropped, and rebuilt when asked
+for. A token of a prompt takes about 5 bytes, a sampled one up to 90."""
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,11 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 import openai
+import orjson
 import pytest
 
-from proxy.testing import MemoryStore, ProxyServer, toy_ids, write_toy_model
+from proxy.client import ControlClient
+from proxy.testing import CONTROL_KEY, MemoryStore, ProxyServer, toy_ids, write_toy_model
 from storage.errors import DeadlineError, FencedError, StorageError
 from storage.ledger import Route
 from workers.engines.script import Fault, Play, hash_play
@@ -20,6 +22,7 @@ from workers.engines.scripted import ScriptedEngine
 USER = [{"role": "user", "content": "hi"}]
 BODY = {"model": "any", "messages": USER}
 HELLO = toy_ids("Hello")
+CLAIM = orjson.dumps({"stream": "train", "worker": "w", "limit": 2})
 
 
 class Cluster:
@@ -320,6 +323,32 @@ async def test_a_proxy_that_got_its_lease_back_serves_again(start, until):
     assert await proxy.control.healthy()
     del ledger.renew_proxy
     assert (await asking).choices[0].message.content == "Hello"
+
+
+async def test_a_proxy_without_a_lease_claims_nothing_and_control_clients_turn_to_another(start, until):
+    cluster = await start(proxies=2)
+    first, second = cluster.proxies
+    await second.control.set_admission("demo", "train", admit_until=1, target_in_flight=8, samples_per_task=2)
+    cluster.go_dumb(first)
+    await until(lambda: not first.service.peers._leased.is_set(), "the lease has run out")
+    assert (await first.control._send("POST", "/control/runs/demo/samples/claim", CLAIM, 5.0))[0] == 503
+    async with ControlClient([first.url, second.url], CONTROL_KEY, deadline_s=10) as either:
+        samples = await either.claim_samples("demo", "train", "w", 2)
+    assert all(sample.base_url.startswith(second.url) for sample in samples)
+    assert [sample.attempt for sample in samples] == [1, 1]
+
+
+async def test_a_request_that_was_passed_on_once_is_not_passed_on_again(start):
+    cluster = await start(proxies=2)
+    first, second = cluster.proxies
+    session = await first.control.create_session("demo")
+    headers = {"Authorization": f"Bearer {session['api_key']}", "x-seamlessflow-relayed": "somebody"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{second.url}/v1/chat/completions", json=BODY) as answer,
+    ):
+        assert answer.status == 421
+    assert not cluster.engine.requests
 
 
 async def test_requests_to_an_owner_that_died_wait_for_the_end_of_its_lease(start):

@@ -53,7 +53,8 @@ def proxy_process(state: StateFolder, url: str) -> Iterator[subprocess.Popen[byt
 class Proxies:
     """Processes by URL; `control` talks to the last one, which no test kills."""
 
-    def __init__(self, urls, processes, control, engine, database):
+    def __init__(self, state, urls, processes, control, engine, database):
+        self.state = state
         self.urls = urls
         self.processes = processes
         self.control = control
@@ -99,7 +100,7 @@ async def proxies(tmp_path, postgres, spec_for):
                     await each.routes()
             await control.create_run("demo", spec_for(tmp_path), "digest")
             await control.put_route("a", run="demo", node="n", url=engine.url, epoch=1, version=0, state="open")
-            made = Proxies(urls, processes, control, engine, database)
+            made = Proxies(state, urls, processes, control, engine, database)
             yield made
         made.journal.close()
         made.ledger.close()
@@ -135,6 +136,21 @@ async def test_a_stream_that_breaks_off_with_its_owner_is_told_whole_by_a_retry_
             again = await stream.read()
     assert again.startswith(first)
     assert again.endswith(b"data: [DONE]\n\n")
+    assert proxies.tokens(session) == hash_play(proxies.engine.requests[0], 259).ids
+
+
+async def test_a_process_that_starts_at_the_address_of_a_killed_one_has_its_sessions_at_once(proxies, until):
+    session = await proxies.owned_session()
+    url = session["base_url"].partition("/s/")[0]
+    async with proxies.client(url, session, max_retries=12) as client:
+        asking = asyncio.create_task(client.chat.completions.create(**BODY))
+        await until(lambda: len(proxies.tokens(session)) >= 8, "eight tokens are journalled")
+        proxies.signal(session, signal.SIGKILL)
+        proxies.processes[url].wait(10)
+        with proxy_process(proxies.state, url):
+            assert (await asking).usage.completion_tokens == TOKENS
+            (owner,) = [proxy for proxy in proxies.ledger.proxies() if proxy.url == url]
+            assert proxies.ledger.session(session["session"]).proxy == owner.proxy
     assert proxies.tokens(session) == hash_play(proxies.engine.requests[0], 259).ids
 
 

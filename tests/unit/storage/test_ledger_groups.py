@@ -143,3 +143,17 @@ def test_an_evaluation_without_rewards_has_no_mean(ledger: Ledger, player: Any) 
     result = ledger.finish_evaluation(RUN, EVAL)
     assert result is not None
     assert (result.mean, result.n, result.failed) == (None, 0, 1)
+
+
+def test_complete_groups_without_a_shard_are_counted_with_their_tokens(ledger: Ledger, player: Any) -> None:
+    player.admit(3, per_task=2)
+    claims = player.claim(5)
+    assert ledger.unwritten(RUN) == (0, 0)
+    for claim in claims[:3]:
+        player.score(claim, 1.0)
+    groups, tokens = ledger.unwritten(RUN)
+    each = [ledger.sample(claim.key) for claim in claims[:2]]
+    assert (groups, tokens) == (1, sum((row.prompt_tokens or 0) + (row.completion_tokens or 0) for row in each))
+    assert tokens > 0
+    ledger.filter_group(RUN, TRAIN, 0, "group_too_small")
+    assert ledger.unwritten(RUN) == (0, 0)

@@ -144,3 +144,20 @@ def test_human_commands_are_kept_in_order(ledger: Ledger) -> None:
         ("ann", "preempt", "maintenance", {"node": "a"}),
         ("bob", "resume", "done", {}),
     ]
+
+
+def test_sessions_of_a_run_come_page_by_page_and_open_ones_are_counted(ledger: Ledger) -> None:
+    ledger.put_session(*(SessionRecord(f"s-{n}", f"hash-{n}", RUN, None, 0) for n in range(4)))
+    ledger.put_session(SessionRecord("s-else", "hash-else", "else", None, 0))
+    ledger.close_session("s-1")
+    assert [record.session for record in ledger.sessions_of(RUN, after="s-0", limit=2)] == ["s-1", "s-2"]
+    assert [record.session for record in ledger.sessions_of(RUN, open_only=True)] == ["s-0", "s-2", "s-3"]
+    assert [record.session for record in ledger.sessions_of(None, open_only=True, limit=3)] == ["s-0", "s-2", "s-3"]
+    assert (ledger.open_sessions(RUN), ledger.open_sessions("else"), ledger.open_sessions("none")) == (3, 1, 0)
+
+
+def test_children_are_found_by_their_parent(ledger: Ledger) -> None:
+    ledger.put_session(REMOTE, SessionRecord("s-other", "hash-other", RUN, None, 0, label="a label"))
+    assert [record.session for record in ledger.children_of("s-parent")] == ["s-remote"]
+    assert ledger.children_of("s-remote") == []
+    assert ledger.session("s-other").label == "a label"
