@@ -203,7 +203,7 @@ class Generation:
         if start:
             prompt = np.concatenate([prompt, np.asarray(recording.ids, np.int32)])
         self._session.affinity = route.lease
-        upstream = Upstream(use.engine, prompt.tolist(), sampling, request_id=rid, salt=f"wv:{route.version}")
+        upstream = Upstream(use.engine, prompt, sampling, request_id=rid, salt=f"wv:{route.version}")
         self._upstream = upstream
         use.on_cut = upstream.interrupt
         try:

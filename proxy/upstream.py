@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from storage.errors import EngineError
-from workers.engines.base import Chunk, Engine, Sampling
+from workers.engines.base import Chunk, Engine, Sampling, TokenIds
 
 DRAIN_S = 1.0
 """How long an interrupted engine has to hand over its last tokens before the connection is dropped."""
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class Upstream:
     """Chunks that arrive while the previous ones are being journalled are taken together in the next batch."""
 
-    def __init__(self, engine: Engine, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str) -> None:
+    def __init__(self, engine: Engine, ids: TokenIds, sampling: Sampling, *, request_id: str, salt: str) -> None:
         self._engine = engine
         self._request_id = request_id
         self._inbox: list[Chunk] = []
@@ -63,7 +63,7 @@ class Upstream:
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader
 
-    async def _read(self, ids: Sequence[int], sampling: Sampling, salt: str) -> None:
+    async def _read(self, ids: TokenIds, sampling: Sampling, salt: str) -> None:
         try:
             async with contextlib.aclosing(
                 self._engine.generate(ids, sampling, request_id=self._request_id, salt=salt)

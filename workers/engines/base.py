@@ -10,15 +10,28 @@ Tokens are always ids. An engine never sees text, except in :attr:`Sampling.stop
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """``abort`` ends running requests with what they have; ``retract`` drops their KV and computes it anew under the
 weights in force at resumption; ``in_place`` keeps their KV. In all modes new requests are accepted and wait."""
 
 FinishKind = Literal["stop", "length", "abort"]
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+"""A prompt. The array is what the proxy has; adapters send it without a list in between."""
+
+
+def outside(ids: TokenIds | Iterable[int], vocab_size: int) -> int | None:
+    """The first id that is not of a vocabulary of this size."""
+    values = np.asarray(ids if isinstance(ids, Sequence | np.ndarray) else list(ids))
+    wrong = values[(values < 0) | (values >= vocab_size)]
+    return int(wrong[0]) if wrong.size else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +162,7 @@ class Engine(Protocol):
     :class:`EngineRejected` (bad input), :class:`EngineProtocolError` (the answer breaks the contract).
     """
 
-    def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
-    ) -> AsyncGenerator[Chunk, None]:
+    def generate(self, ids: TokenIds, sampling: Sampling, *, request_id: str, salt: str) -> AsyncGenerator[Chunk, None]:
         """Generate after the prompt ``ids``; the last chunk has ``finish``.
 
         ``request_id`` is unique among live requests and of fixed length (engines may match by prefix). ``salt`` keeps

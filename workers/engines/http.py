@@ -1,10 +1,9 @@
-"""What engine adapters share of HTTP: one connection pool per event loop, calls with deadlines, streams of events."""
+"""What engine adapters share of HTTP: calls with deadlines over one session per event loop, and streams of events."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any, Protocol
 
 import aiohttp
@@ -12,12 +11,10 @@ import orjson
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
 from workers.engines.base import Chunk
+from workers.engines.http_stream import GATHER_S as GATHER_S
+from workers.engines.http_stream import StreamBroken, StreamClient
 from workers.engines.stream import SseDecoder
 
-_DRAIN_S = 1.0
-GATHER_S = 0.02
-"""Between two reads of one stream: each costs a wake-up here, and a commit, an event and the agent's parsing of it
-behind, however few tokens it holds."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -61,7 +58,7 @@ class Reader(Protocol):
     seen: int
     finished: bool
 
-    def read(self, payload: bytes) -> Chunk: ...
+    def read_all(self, payloads: Iterable[bytes]) -> Iterator[Chunk]: ...
 
 
 class HttpEngine:
@@ -80,42 +77,35 @@ class HttpEngine:
         self.url = url.rstrip("/")
         self._deadline_s = deadline_s
         self._load_deadline_s = load_deadline_s
-        self._stall_s = stall_s
         self._http = SharedSession()
+        self._streams = StreamClient(url, connect_s=deadline_s, silence_s=stall_s)
 
     async def close(self) -> None:
         """See :meth:`workers.engines.base.Engine.close`."""
+        await self._streams.close()
         await self._http.close()
 
     async def _stream(self, path: str, body: bytes, reader: Reader) -> AsyncGenerator[Chunk, None]:
         """POST and read events up to the final one."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadline_s, sock_read=self._stall_s)
-        what, sse = f"request {reader.request_id}", SseDecoder()
+        sse, connection = SseDecoder(), None
         try:
-            async with self._http.get().post(
-                f"{self.url}/{path}", data=body, headers=_JSON, timeout=timeout
-            ) as response:
-                if response.status != 200:
-                    raise self._refusal(path, response.status, await response.read())
-                async for data in _gathered(response.content):
-                    for payload in sse.feed(data):
-                        if payload == b"[DONE]":
-                            continue
-                        chunk = reader.read(payload)
-                        yield chunk
-                        if reader.finished:
-                            await _drain(response)
-                            return
-        except TimeoutError:
-            raise EngineUnavailable(
-                f"{self.url}: {what} stalled: nothing for {self._stall_s:g} s after {reader.seen} tokens"
-            ) from None
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(
-                f"{self.url}: the stream of {what} broke after {reader.seen} tokens: {error!r}"
-            ) from error
+            connection = await self._streams.post(path, body)
+            if connection.status != 200:
+                raise self._refusal(path, connection.status, await connection.whole())
+            while data := await connection.read():
+                events = (payload for payload in sse.feed(data) if payload != b"[DONE]")
+                for chunk in reader.read_all(events):
+                    yield chunk
+                    if reader.finished:
+                        return
+            broken = "ended without a final event"
+        except StreamBroken as error:
+            broken = f"broke: {error}"
+        finally:
+            if connection is not None:
+                connection.leave(satisfied=reader.finished)
         raise EngineUnavailable(
-            f"{self.url}: the stream of {what} ended after {reader.seen} tokens without a final event"
+            f"{self.url}: the stream of request {reader.request_id} {broken}, after {reader.seen} tokens"
         )
 
     async def _post(self, path: str, body: dict[str, Any], *, deadline_s: float | None = None) -> Any:
@@ -150,24 +140,6 @@ class HttpEngine:
         if status == 404:
             return EngineProtocolError(message)
         return EngineRejected(message) if 400 <= status < 500 else EngineUnavailable(message)
-
-
-async def _gathered(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """All data, what comes within :data:`GATHER_S` in one piece; the first and the last piece never wait."""
-    ended = asyncio.Event()
-    content.on_eof(ended.set)
-    while data := await content.readany():
-        yield data
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GATHER_S):
-                await ended.wait()
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Read the end of a finished stream, so that its connection can be used again."""
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # the generation is complete whatever happens here
-        async with asyncio.timeout(_DRAIN_S):
-            await response.read()
 
 
 def _json(raw: bytes) -> Any:

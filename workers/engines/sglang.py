@@ -6,13 +6,14 @@ Always streamed upstream. What a real SGLang server needs on top is in :mod:`wor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
 import orjson
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected
-from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, Transfer
+from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, TokenIds, Transfer, outside
 from workers.engines.http import GATHER_S as GATHER_S
 from workers.engines.http import HttpEngine
 from workers.engines.stream import StreamReader, parse_version
@@ -31,7 +32,7 @@ class SglangEngine(HttpEngine):
         self._vocab_size = vocab_size
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
+        self, ids: TokenIds, sampling: Sampling, *, request_id: str, salt: str
     ) -> AsyncGenerator[Chunk, None]:
         """See :meth:`workers.engines.base.Engine.generate`."""
         await self._admit(ids, sampling, request_id)
@@ -113,16 +114,15 @@ class SglangEngine(HttpEngine):
         except (KeyError, TypeError):
             raise EngineProtocolError(f"{self.url}: /v1/loads answered {answer!r}") from None
 
-    async def _admit(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> None:
+    async def _admit(self, ids: TokenIds, sampling: Sampling, request_id: str) -> None:
         """Raise :class:`EngineRejected` for a request that must not be sent."""
-        if not ids:
+        if not len(ids):
             raise EngineRejected("the prompt is empty: an engine needs at least one token")
-        if self._vocab_size is not None and (min(ids) < 0 or max(ids) >= self._vocab_size):
-            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+        if self._vocab_size is not None and (bad := outside(ids, self._vocab_size)) is not None:
             raise EngineRejected(f"prompt id {bad} is outside the vocabulary of {self._vocab_size}")
 
 
-def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt: str) -> bytes:
+def _generate_body(ids: TokenIds, sampling: Sampling, request_id: str, salt: str) -> bytes:
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -147,7 +147,7 @@ def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt
         parameters["json_schema"] = sampling.json_schema
     body: dict[str, Any] = {
         "rid": request_id,
-        "input_ids": ids if isinstance(ids, list) else list(ids),
+        "input_ids": ids if isinstance(ids, list | np.ndarray) else list(ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "stream": True,
@@ -155,4 +155,4 @@ def _generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt
     }
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
-    return orjson.dumps(body)
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

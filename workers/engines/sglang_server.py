@@ -8,14 +8,14 @@ retraction and an abort; an update is noted only under a new label; the prefix c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
-from workers.engines.base import EngineInfo, Loaded, PauseMode, Sampling, Transfer
+from workers.engines.base import EngineInfo, Loaded, PauseMode, Sampling, TokenIds, Transfer
 from workers.engines.candidate import Checkpoint, examine
 from workers.engines.fingerprint import FLOATS, differing
 from workers.engines.sglang import SglangEngine
@@ -116,7 +116,7 @@ class SglangServer(SglangEngine):
         await self._prove(served, checkpoint, before)
         return Loaded(version, checkpoint.digest)
 
-    async def _admit(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> None:
+    async def _admit(self, ids: TokenIds, sampling: Sampling, request_id: str) -> None:
         served = await self.served()
         await super()._admit(ids, sampling, request_id)
         for what, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
@@ -136,13 +136,18 @@ class SglangServer(SglangEngine):
     # Weights
 
     async def _must_flush(self, version: int) -> bool:
-        """Salts keep versions apart in the prefix cache; a version that is not a new one needs a flush besides, and
-        that needs running requests retracted."""
+        """Whether the prefix cache can go with the old weights: if nothing runs. Retracted requests would find the KV
+        there that they had. In place, salts keep versions apart, unless the version is not a new one: then what runs is
+        retracted after all."""
         current = (await super().info()).weight_version
-        if current is not None and version > current:
+        if current is not None and version <= current:
+            if await self._paused():
+                await self.pause("retract")
+            return True  # unpaused, the update waits until nothing runs
+        try:
+            await self.flush_cache()
+        except EngineRejected:
             return False
-        if await self._paused():
-            await self.pause("retract")
         return True
 
     async def _paused(self) -> bool:

@@ -7,12 +7,12 @@ Pure: no I/O. Handles both stream forms of SGLang, *cumulative* (every event rep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
 
-from storage.errors import EngineProtocolError
+from storage.errors import EngineError, EngineProtocolError, EngineRejected
 from workers.engines.base import Chunk, Finish, VersionSpan
 
 _SENTINEL = -9000.0  # engines write values such as -9999 where they have no log-prob
@@ -23,16 +23,15 @@ class SseDecoder:
     """Splits server-sent events out of arbitrary byte chunks; yields their ``data`` payloads."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        self._buffer += data
-        *events, rest = self._buffer.split(b"\n\n")
-        self._buffer = bytearray(rest)
-        for event in events:
-            for line in event.split(b"\n"):
-                if line.startswith(b"data:"):
-                    yield bytes(line[5:].strip())
+        whole, separator, self._buffer = (self._buffer + data).rpartition(b"\n\n")
+        if separator:
+            for event in whole.split(b"\n\n"):
+                for line in event.split(b"\n"):
+                    if line.startswith(b"data:"):
+                        yield line[5:].strip()
 
 
 def parse_version(label: object) -> int | None:
@@ -61,13 +60,76 @@ class StreamReader:
     def __init__(self, request_id: str, vocab_size: int | None) -> None:
         self.request_id = request_id
         self._vocab_size = vocab_size
+        self._limit = math.inf if vocab_size is None else vocab_size
         self.seen = 0
         """Output tokens handed out so far."""
         self.finished = False
 
     def read(self, payload: bytes) -> Chunk:
         """Turn one event into a chunk; raises :class:`EngineProtocolError`, :class:`KeyError` never."""
-        event = self._parse(payload)
+        return self._chunk(self._parse(payload))
+
+    def read_all(self, payloads: Iterable[bytes]) -> Iterator[Chunk]:
+        """Turn events that came together into chunks, plain tokens of one version in one chunk.
+
+        All else, and every error, is as of :meth:`read` for one after the other. Ends with the final event.
+        """
+        ids: list[int] = []
+        logprobs: list[float] = []
+        version: object = None
+        for payload in payloads:
+            try:
+                event = self._parse(payload)
+                plain = self._plain(event)
+            except EngineProtocolError:
+                if ids:
+                    yield Chunk(tuple(ids), tuple(logprobs), parse_version(version))
+                raise
+            if ids and (plain is None or plain[2] != version):
+                yield Chunk(tuple(ids), tuple(logprobs), parse_version(version))
+                ids, logprobs = [], []
+            if plain is None:
+                yield self._chunk(event)
+                if self.finished:
+                    return
+            else:
+                ids.append(plain[0])
+                logprobs.append(plain[1])
+                version = plain[2]
+                self.seen += 1
+        if ids:
+            yield Chunk(tuple(ids), tuple(logprobs), parse_version(version))
+
+    def _plain(self, event: dict[str, Any]) -> tuple[int, float, object] | None:
+        """Token, log-prob and version label of an event that holds one sound token and no more; None: look closer."""
+        try:
+            meta = event["meta_info"]
+            (token,) = event["output_ids"]
+            (entry,) = meta["output_token_logprobs"]
+            value, total = entry[0], meta["completion_tokens"]
+            if (
+                meta["finish_reason"] is None
+                and type(total) is type(token) is int
+                and total == self.seen + 1
+                and type(entry) is list
+                and entry[1] == token
+                and 0 <= token < self._limit
+                and type(value) is float
+                and _SENTINEL < value < _ROUNDING
+                and not meta.get("output_top_logprobs")
+            ):
+                return token, value if value <= 0.0 else 0.0, meta.get("weight_version")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            pass  # of another form
+        return None
+
+    def _chunk(self, event: dict[str, Any]) -> Chunk:
+        try:
+            return self._checked(event)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise self._error(f"an event of another form ({error!r}): {str(event)[:80]}") from error
+
+    def _checked(self, event: dict[str, Any]) -> Chunk:
         meta = event.get("meta_info")
         if not isinstance(meta, dict):
             raise self._error("an event without meta_info")
@@ -87,8 +149,15 @@ class StreamReader:
         if not isinstance(event, dict):
             raise self._error(f"an event that is not an object: {payload[:80]!r}")
         if "error" in event:
-            raise self._error(f"an error event: {event['error']}")
+            raise self._refusal(event["error"])
         return event
+
+    def _refusal(self, error: Any) -> EngineError:
+        """SGLang finds some faults of a request only when the stream's head is sent."""
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            return EngineRejected(f"request {self.request_id}: {error.get('message')}")
+        return self._error(f"an error event: {error}")
 
     def _new_tokens(
         self, event: dict[str, Any], meta: dict[str, Any], finish: Finish | None
@@ -112,7 +181,7 @@ class StreamReader:
         return fresh, self._logprobs(fresh, meta.get("output_token_logprobs") or [], total, aborted)
 
     def _logprobs(self, ids: tuple[int, ...], entries: list[Any], total: int, aborted: bool) -> tuple[float, ...]:
-        """The end of ``entries``: they are of the new tokens, of all, or, with an abort, of the new ones and then all."""
+        """The end of ``entries``: of the new tokens, of all or, with an abort, of the new ones and then all."""
         new = len(ids)
         if not new:
             return ()

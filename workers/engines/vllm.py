@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnavailable
-from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, Transfer
+from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, TokenIds, Transfer
 from workers.engines.candidate import Checkpoint, examine
 from workers.engines.fingerprint import FLOATS
 from workers.engines.http import HttpEngine
@@ -52,7 +52,7 @@ class VllmEngine(HttpEngine):
         self._changing = False
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, salt: str
+        self, ids: TokenIds, sampling: Sampling, *, request_id: str, salt: str
     ) -> AsyncGenerator[Chunk, None]:
         """See :meth:`workers.engines.base.Engine.generate`."""
         served = await self.served()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from storage.errors import EngineRejected, EngineUnavailable
-from workers.engines.base import Chunk, Finish, Sampling
+from workers.engines.base import Chunk, Finish, Sampling, TokenIds, outside
 from workers.engines.stream import StreamReader, parse_version
 
 PREFIX = "generate-tokens-"
@@ -44,7 +45,7 @@ def version_of(label: object) -> int | None:
     return 0 if label == INITIAL else parse_version(label)
 
 
-def generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt: str) -> bytes:
+def generate_body(ids: TokenIds, sampling: Sampling, request_id: str, salt: str) -> bytes:
     """Only keys that vLLM knows: it ignores others. What it would add by itself is said."""
     parameters: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
@@ -68,26 +69,25 @@ def generate_body(ids: Sequence[int], sampling: Sampling, request_id: str, salt:
         parameters["structured_outputs"] = {"json": sampling.json_schema}
     body: dict[str, Any] = {
         "request_id": request_id,
-        "token_ids": ids if isinstance(ids, list) else list(ids),
+        "token_ids": ids if isinstance(ids, list | np.ndarray) else list(ids),
         "sampling_params": parameters,
         "stream": True,
     }
     if salt:
         body["cache_salt"] = salt
-    return orjson.dumps(body)
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def check_request(ids: Sequence[int], sampling: Sampling, served: Served) -> None:
+def check_request(ids: TokenIds, sampling: Sampling, served: Served) -> None:
     """Refuse what vLLM would change in silence, cut short or not survive. Raises :class:`EngineRejected`."""
-    if not ids:
+    if not len(ids):
         raise EngineRejected("the prompt is empty: an engine needs at least one token")
     for what, tokens in (
         ("prompt", ids),
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", sampling.logit_bias),
     ):
-        wrong = next((token for token in tokens if not 0 <= token < served.vocab_size), None)
-        if wrong is not None:
+        if (wrong := outside(tokens, served.vocab_size)) is not None:
             raise EngineRejected(f"{what}: id {wrong} is outside the vocabulary of {served.vocab_size}")
     total = len(ids) + sampling.max_new_tokens
     if total > served.max_context:
@@ -133,6 +133,9 @@ class VllmStreamReader(StreamReader):
         finish = self._ending(choice, ids)
         self.finished = finish is not None
         return Chunk(ids, logprobs, None, self._versions(choice) if finish else None, finish, tops)
+
+    def read_all(self, payloads: Iterable[bytes]) -> Iterator[Chunk]:
+        return map(self.read, payloads)
 
     def _choice(self, payload: bytes) -> dict[str, Any]:
         try:
