@@ -13,6 +13,9 @@ from workers.engines.checkpoint import read_json
 
 OLDEST = (0, 5, 21)
 """The first release with all of: version spans, ``/ready``, ``begin_weight_update``."""
+RESERVED = 8
+"""Positions of its context length that the server keeps for itself: a prompt leaves seven of them, an answer two, and
+what goes further is cut short without a word. The launcher adds them, the adapter takes them off."""
 PLAIN_LAYOUT = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Architectures whose tensors the server holds as the files do, apart from fused projections."""
 
@@ -59,7 +62,7 @@ def read_served(model: Mapping[str, Any], server: Mapping[str, Any]) -> Served:
         model_path=path,
         architecture=(model.get("architectures") or [""])[0],
         vocab_size=int(config["vocab_size"]),
-        max_context=int(server["context_length"] or config["max_position_embeddings"]),
+        max_context=_usable_context(server, config),
         dtype=str(server["dtype"]),
         device=str(server["device"]),
         tensor_parallel=int(server["tp_size"]),
@@ -67,3 +70,8 @@ def read_served(model: Mapping[str, Any], server: Mapping[str, Any]) -> Served:
         memory_saver=bool(server.get("enable_memory_saver")),
         deterministic=bool(server.get("enable_deterministic_inference")),
     )
+
+
+def _usable_context(server: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    context = int(server["context_length"] or config["max_position_embeddings"])
+    return min(context, int(server["max_total_num_tokens"])) - RESERVED

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from storage.errors import EngineProtocolError
 from workers.engines.launch import Launch, Place, on_cuda
-from workers.engines.sglang_checks import check_release
+from workers.engines.sglang_checks import RESERVED, check_release
 from workflows.spec import EngineSpec, RunSpec
 
 SHIMS = Path(__file__).parent / "shims" / "sglang_cpu"
@@ -15,6 +15,7 @@ SHIMS = Path(__file__).parent / "shims" / "sglang_cpu"
 ENVIRONMENT = {
     "SGLANG_FORCE_STREAM_INTERVAL": "1",  # an abort gives back every token, not the last multiple of fifty
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would make a token, which it cannot while paused
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; the adapter lets no request get there
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -55,7 +56,7 @@ def launch(spec: RunSpec, place: Place, interpreter: str) -> Launch:
         "--port": place.port,
         "--weight-version": 0,
         "--dtype": spec.model.dtype,
-        "--context-length": spec.model.max_context,
+        "--context-length": spec.model.max_context + RESERVED,
         "--max-running-requests": engine.max_running,
         "--random-seed": spec.seed,
         "--tp-size": engine.tensor_parallel,
@@ -76,7 +77,8 @@ def launch(spec: RunSpec, place: Place, interpreter: str) -> Launch:
         if engine.deterministic:
             switches.append("--enable-deterministic-inference")
     else:
-        flags |= {"--device": "cpu", "--attention-backend": "torch_native", "--max-total-tokens": engine.kv_tokens}
+        flags |= {"--device": "cpu", "--attention-backend": "torch_native"}
+        flags["--max-total-tokens"] = engine.kv_tokens + RESERVED
         switches += ["--disable-cuda-graph", "--sleep-on-idle"]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SHIMS)}
     words = [word for name, value in flags.items() for word in (name, str(value))]
