@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from proxy.answering import Answering
 from proxy.dialects.base import TurnRequest
-from proxy.generation import Services, journal_records
+from proxy.generation import JournalWriter, Services, journal_records
 from proxy.ids import new_id
 from proxy.trajectory import replay
 from proxy.trajectory.replay import Entry
@@ -56,6 +56,11 @@ class LiveSession:
         self._placing = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
         """The append of the latest turn."""
+
+    @property
+    def journal(self) -> JournalWriter:
+        """What its records are written with."""
+        return self._services.journal
 
     @property
     def ended(self) -> bool:

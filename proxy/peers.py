@@ -47,9 +47,9 @@ class Elsewhere(Exception):  # no error: it says who to ask
 
 
 class Pen:
-    """Writes one session into the journal as its owner; ``fenced`` is called when another proxy has taken it."""
+    """Writes one session into the journal as its owner; ``fenced`` is called when another owner has taken it."""
 
-    def __init__(self, journal: Journal, epoch: int, fenced: Callable[[FencedError], None]) -> None:
+    def __init__(self, journal: Journal, epoch: int, fenced: Callable[[Pen, FencedError], None]) -> None:
         self._journal = journal
         self._epoch = epoch
         self._fenced = fenced
@@ -59,7 +59,7 @@ class Pen:
         try:
             await self._journal.append(*records, epoch=self._epoch)
         except FencedError as error:
-            self._fenced(error)
+            self._fenced(self, error)
             raise
 
 
@@ -139,7 +139,7 @@ class Peers:
         found = [other for other in await asyncio.to_thread(self._ledger.proxies) if other.proxy == record.proxy]
         return found[0] if found else None
 
-    async def own(self, record: SessionRecord, fenced: Callable[[FencedError], None]) -> Pen:
+    async def own(self, record: SessionRecord, fenced: Callable[[Pen, FencedError], None]) -> Pen:
         """Make the session ours, if its owner is dead, and get a pen for it.
 
         Raises Elsewhere if its owner lives, or this proxy has no lease and cannot own anything.

@@ -81,7 +81,8 @@ class Service:
         """Take over routes, sessions, and the groups that were complete but unwritten."""
         if self.peers is None:
             await self.routes.load()
-            await self.sessions.recover(await asyncio.to_thread(self.ledger.sessions_of, None, open_only=True))
+            known = await asyncio.to_thread(self.ledger.sessions_of, None, open_only=True)
+            self._background.append(asyncio.create_task(self.sessions.recover(known), name="count turns"))
         else:
             await self.peers.start()
         for info in await asyncio.to_thread(self.ledger.runs):

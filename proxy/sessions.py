@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from proxy.generation import Services
 from proxy.live_session import LiveSession
-from proxy.peers import Peers
+from proxy.peers import Peers, Pen
 from proxy.runs import Runs
 from proxy.trajectory import replay
 from proxy.trajectory.policy import Policy
@@ -207,10 +207,13 @@ class Sessions:
         return sum(turns for turns, _ in counts), sum(forks for _, forks in counts)
 
     async def recover(self, records: Sequence[SessionRecord]) -> None:
-        """Note open sessions of an earlier process, with their turns so far. Before they go on."""
-        for record in records:
-            turns, forks = await asyncio.to_thread(count_turns, self._journal, record.session)
-            self._asleep[record.session] = _Asleep(record.run, True, turns, forks)
+        """Note open sessions of an earlier process at once, then count the turns that they have had."""
+        noted = [(record.session, _Asleep(record.run, True)) for record in records]
+        self._asleep.update(noted)
+        for session, asleep in noted:
+            turns, forks = await asyncio.to_thread(count_turns, self._journal, session)
+            if self._asleep.get(session) is asleep:
+                self._asleep[session] = _Asleep(asleep.run, True, turns, forks)
 
     def live(self, run: str | None = None) -> list[LiveSession]:
         """Sessions of ``run``, or of all runs, that are kept in memory."""
@@ -263,8 +266,12 @@ class Sessions:
         """Services that write into the session's journal as its owner."""
         if self._peers is None:
             return self._services
-        pen = await self._peers.own(record, partial(self.lose, record.session))
-        return replace(self._services, journal=pen)
+        return replace(self._services, journal=await self._peers.own(record, partial(self._fenced, record.session)))
+
+    def _fenced(self, session: str, pen: Pen, error: FencedError) -> None:
+        live = self._live.get(session)
+        if live is not None and live.journal is pen:  # what is here now may be written with a newer one
+            self.lose(session, error)
 
 
 def restore(journal: Journal, record: SessionRecord, renderer: Renderer) -> Session:

@@ -18,6 +18,8 @@ from storage.books import schema, upgrade
 from storage.databases import BUSY_TIMEOUT_S, CONNECT_LIMIT_S, Durability, database_url
 from storage.errors import ConfigError, DeadlineError, StorageError
 
+CLOSE_LIMIT_S = 5.0
+"""For transactions of threads whose tasks were cancelled."""
 IDLE_LIMIT_S = 120
 """A server ends a transaction whose process stopped in the middle of it: it would hold its run's lock."""
 
@@ -83,7 +85,11 @@ class Database:
             self._writing.release()
 
     def close(self) -> None:
-        """Close every connection; the database must not be used afterwards."""
+        """Close every connection, those in use when their transaction has ended; nothing may begin afterwards."""
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        pool = self._engine.pool
+        while isinstance(pool, sa.QueuePool) and pool.checkedout() and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._engine.dispose()
 
     def _prepare(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 from proxy.client import ControlClient
 from proxy.testing import CONTROL_KEY, MemoryStore, ProxyServer, toy_ids, write_toy_model
 from storage.errors import DeadlineError, FencedError, StorageError
+from storage.journal import JournalRecord
 from storage.ledger import Route
 from workers.engines.script import Fault, Play, hash_play
 from workers.engines.scripted import ScriptedEngine
@@ -198,6 +199,26 @@ async def test_a_late_append_of_the_old_owner_is_refused_and_its_client_sees_inf
     again = {**BODY, "max_tokens": 2, "messages": [{"role": "user", "content": "more"}]}
     await cluster.ask(first, session, **again)
     assert len((await second.control.session(session["session"]))["turns"]) == 2
+
+
+async def test_a_session_that_came_back_is_not_lost_to_what_its_former_self_still_writes(start, until):
+    cluster = await start(delay_s=0.03)
+    first, *_ = cluster.proxies
+    session = await first.control.create_session("demo")
+    asking = asyncio.create_task(cluster.ask(first, session, max_tokens=30))
+    journal, ledger = first.service.journal, first.service.ledger
+    await until(lambda: sum(row.kind == "tokens" for row in journal.read(session["session"])) > 2, "some tokens")
+    old = first.service.sessions._live[session["session"]]
+    first.service.sessions.lose(session["session"], StorageError("the lease ran out"))
+    retry = {"x-stainless-retry-count": "1"}
+    answer = await cluster.ask(first, session, max_tokens=30, extra_headers=retry)
+    with pytest.raises(FencedError):
+        await old.journal.append(JournalRecord(session["session"], "late", {}))
+    assert answer.usage.completion_tokens == 30
+    assert first.service.sessions._live[session["session"]] is not old
+    assert ledger.session(session["session"]).proxy == first.service.peers.id
+    with pytest.raises(openai.InternalServerError, match="lease ran out"):
+        await asking
 
 
 async def test_of_two_that_take_a_session_over_one_gets_it(start):
