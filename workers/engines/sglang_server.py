@@ -163,6 +163,7 @@ class SglangServer(SglangEngine):
 
     async def _receive(self, transfer: Transfer, checkpoint: Checkpoint, label: str, flush: bool) -> None:
         """From the group's rank 0. Once the server has joined, a failure leaves weights that nobody knows."""
+        await must_listen(transfer, self._deadline_s)  # the server would wait half an hour, deaf to all else
         await self._update(
             "init_weights_update_group",
             {
@@ -230,3 +231,20 @@ class SglangServer(SglangEngine):
 
     def _unproven(self, checkpoint: Checkpoint, how: str) -> EngineUnavailable:
         return EngineUnavailable(f"{self.url}: the engine does not serve {checkpoint.path}: {how}")
+
+
+async def must_listen(transfer: Transfer, limit_s: float) -> None:
+    """Returns when the sender can be reached; raises :class:`EngineRejected` if it cannot within ``limit_s``."""
+    end = asyncio.get_running_loop().time() + limit_s
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(transfer.address, transfer.port)
+        except OSError as error:
+            if asyncio.get_running_loop().time() > end:
+                raise EngineRejected(
+                    f"the sender at {transfer.address}:{transfer.port} is not there: {error}"
+                ) from None
+            await asyncio.sleep(0.1)
+            continue
+        writer.close()
+        return
