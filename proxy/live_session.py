@@ -174,9 +174,10 @@ class LiveSession:
 
     async def _check_journal(self) -> None:
         """Raises StorageError if the latest turn is not in the journal: nothing of this session may follow it there."""
-        if self._opening is not None:
-            await asyncio.wait({self._opening})
-            if self._opening.exception() is not None:
+        opening = self._opening
+        if opening is not None:
+            await asyncio.wait({opening})
+            if opening.exception() is not None:
                 raise StorageError(f"session {self.session.id} has a turn that is not in the journal")
 
     async def _mark_left(self, turn: Turn, left: bool) -> None:

@@ -41,11 +41,11 @@ class Conversations:
         self._prompts.setdefault(turn.digest, turn.index)
 
     def enter_answer(self, turn: Turn, choice: Choice, answer: Message) -> None:
-        """A later request may go on from ``answer``."""
+        """A later request may go on from ``answer``; of equal ones from the latest turn's first, whenever they ended."""
         at = (turn.index, choice.index)
-        self._answers[extend_digest(turn.digest, answer)] = at
-        if answer.reasoning:
-            self._answers[extend_digest(turn.digest, answer.without_reasoning())] = at
+        for told in {answer, answer.without_reasoning()}:
+            digest = extend_digest(turn.digest, told)
+            self._answers[digest] = max(self._answers.get(digest, at), at, key=lambda place: (place[0], -place[1]))
 
     def messages(self, turn: Turn) -> tuple[Message, ...]:
         """All messages of the turn's request."""
