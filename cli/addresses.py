@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Mapping
 
 from storage.databases import database_url
 from storage.errors import ConfigError
+from storage.ports import LOOPBACK, free_ports, is_free
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 
-LOOPBACK = "127.0.0.1"
 PORT_NAMES = ("temporal", "ui", "proxy", "s3")
 
 
@@ -72,42 +71,20 @@ def check_ports(given: Mapping[str, int], proxies: int = 1) -> None:
             raise ConfigError(f"port {name!r} is not known: use one of {', '.join(port_names(proxies))}")
         if list(given.values()).count(port) > 1:
             raise ConfigError(f"port {port} for {name} is given twice: give each its own")
-        if not port_free(port):
+        if not is_free(port):
             raise ConfigError(f"port {port} for {name} is in use: stop what listens there, or give another port")
 
 
 def choose_ports(old: Mapping[str, int], given: Mapping[str, int], proxies: int = 1) -> dict[str, int]:
     """A different free loopback port for each name: the given one, else the old one if free, else a new one."""
     ports = dict(given)
-    held = []
-    try:
-        for name in port_names(proxies):
-            if name in ports:
-                continue
-            wanted = old.get(name, 0)
-            if wanted in ports.values() or not port_free(wanted):
-                wanted = 0
-            # Held until all are chosen, so that the system does not give the same one twice.
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((LOOPBACK, wanted))
-            held.append(listener)
-            ports[name] = listener.getsockname()[1]
-    finally:
-        for listener in held:
-            listener.close()
-    return ports
-
-
-def port_free(port: int) -> bool:
-    """Whether a server could listen on the loopback port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
+    for name in port_names(proxies):
+        wanted = old.get(name, 0)
+        if name not in ports and wanted and wanted not in ports.values() and is_free(wanted):
+            ports[name] = wanted
+    missing = [name for name in port_names(proxies) if name not in ports]
+    fresh = (port for port in free_ports(len(missing) + len(ports)) if port not in ports.values())
+    return ports | dict(zip(missing, fresh, strict=False))
 
 
 def _old_database(state: StateFolder) -> str | None:

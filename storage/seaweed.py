@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,9 +25,11 @@ import psutil
 
 from storage.errors import ConfigError, DeadlineError, SeamlessFlowError, StorageError
 from storage.objects import ObjectStore
+from storage.ports import free_ports, is_free
 from workers.cluster import StateFolder
 
 HOST = "127.0.0.1"
+_ADMIN_APART = 10_000
 READY_S = 60.0
 STOP_S = 15.0
 SAME_START_S = 2.0
@@ -54,15 +55,15 @@ class Ports:
     @classmethod
     def free(cls, s3: int | None = None) -> Ports:
         """Ports that are free now, all different; ``s3`` fixes the clients' port."""
-        with contextlib.ExitStack() as held:
-            # All are held until all are found, so that none is given twice.
-            found = {field.name: _hold_free(held) for field in fields(cls)}
-            found["admin"], found["admin_grpc"] = _hold_free_pair(held)
+        names = [field.name for field in fields(cls)]
+        # The server's own worker looks for the admin service 10,000 ports higher, whatever the flags say.
+        found = dict(zip(names, free_ports(len(names), beside=_ADMIN_APART), strict=True))
+        found["admin_grpc"] = found["admin"] + _ADMIN_APART
         return cls(**{**found, "s3": s3 or found["s3"]})
 
     def taken(self) -> list[int]:
         """Those of the ports that another process listens on."""
-        return [port for port in asdict(self).values() if not _is_free(port)]
+        return [port for port in asdict(self).values() if not is_free(port)]
 
 
 def weed_command(data_dir: Path, ports: Ports) -> list[str]:
@@ -249,39 +250,8 @@ def _program() -> str:
     return found
 
 
-def _hold_free(held: contextlib.ExitStack) -> int:
-    free = held.enter_context(socket.socket())
-    free.bind((HOST, 0))
-    return int(free.getsockname()[1])
-
-
-def _hold_free_pair(held: contextlib.ExitStack) -> tuple[int, int]:
-    """Two ports 10,000 apart: the server's own worker looks for the admin service there, whatever the flags say."""
-    for _ in range(100):
-        with contextlib.ExitStack() as pair:
-            port = _hold_free(pair)
-            try:
-                pair.enter_context(socket.socket()).bind((HOST, port + 10_000))
-            except (OSError, OverflowError):
-                continue
-            held.push(pair.pop_all())
-            return port, port + 10_000
-    raise ConfigError("object store: no two free ports that are 10000 apart")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the server does: a port whose last connections are in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
-
-
 def _choose_ports(file: Path, s3: int | None) -> Ports:
-    if s3 is not None and not _is_free(s3):
+    if s3 is not None and not is_free(s3):
         raise ConfigError(f"object store: port {s3} is in use by another process: stop it, or choose another port")
     if file.exists():
         kept = Ports(**json.loads(file.read_text()))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.proxy.client import post
-from benchmarks.proxy.process import Process, free_port, python
+from benchmarks.proxy.process import Process, python
 from benchmarks.proxy.traffic import MODEL
 from proxy.client import ControlClient
+from storage.ports import free_port
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 
 CONTEXT = 131_072

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -77,12 +76,6 @@ class Process:
 def python(module: str, *arguments: str) -> list[str]:
     """A module of ours as a command."""
     return [sys.executable, "-m", module, *arguments]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _cpu_s(process: psutil.Process) -> float:

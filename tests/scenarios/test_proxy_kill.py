@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,18 +15,13 @@ import pytest
 from proxy.client import ControlClient
 from proxy.testing import write_toy_model
 from storage.journal import open_journal
+from storage.ports import free_port
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 from workers.engines.script import hash_play
 from workers.engines.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.chaos
 TOKENS = 40
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

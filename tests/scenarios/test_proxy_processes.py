@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from proxy.testing import write_toy_model
 from storage.errors import SeamlessFlowError
 from storage.journal import open_journal
 from storage.ledger import Ledger
+from storage.ports import free_ports
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 from workers.engines.script import hash_play
 from workers.engines.scripted import ScriptedEngine
@@ -27,14 +27,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
 TOKENS = 40
 BODY = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": TOKENS}
 KEYS = Secrets(control_key="control", s3_access_key="access", s3_secret_key="secret-of-s3")
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import psycopg
+
+from storage.ports import free_port
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 20.0
@@ -95,7 +96,7 @@ class PostgresServer:
         with (self._folder / "log").open("wb") as log:
             self._popen([programs / "initdb", "-D", data, *options], log).wait(_START_LIMIT_S)
             # The socket's port is free when it is chosen; the server fails by name should somebody take it first.
-            self._port = _free_port()
+            self._port = free_port()
             listen = ["-c", "listen_addresses=127.0.0.1", "-c", f"port={self._port}", "-c", "unix_socket_directories="]
             # Nothing of a test outlives the machine: what is tested here are transactions, not disks.
             cheap = ["-c", "fsync=off", "-c", "max_connections=200", "-c", "shared_buffers=32MB"]
@@ -141,12 +142,6 @@ class PostgresServer:
                 self._server.kill()
                 self._server.wait(_STOP_LIMIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _package() -> Path:

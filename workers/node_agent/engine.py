@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 
 from storage.errors import ConfigError, EngineError, EngineUnavailable, IntegrityError
+from storage.ports import free_port
 from workers.cluster import StateFolder
 from workers.engines.base import Engine
 from workers.engines.kinds import connect, kind_of
 from workers.engines.launch import Place
-from workers.node_agent.spawn import free_port, spawn, tail
+from workers.node_agent.spawn import spawn, tail
 from workers.residency import EngineResidency
 from workflows.messages import EngineTask, WeightsRef
 from workflows.spec import NodeSpec, RunSpec

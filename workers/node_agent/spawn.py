@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,13 +55,6 @@ def _pin(pid: int, cores: Sequence[int]) -> None:
         raise ConfigError(
             f"cores {list(cores)} cannot be used ({error.strerror}): this machine offers {offered}"
         ) from None
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def tail(log: Path) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from storage.errors import DeadlineError, GangLost, SeamlessFlowError, TrainerError
+from storage.ports import free_port
 from workers.cluster import StateFolder
 from workers.node_agent.engine import node_spec
-from workers.node_agent.spawn import free_port, spawn, tail
+from workers.node_agent.spawn import spawn, tail
 from workers.residency import GangResidency
 from workers.trainer.client import TrainerClient
 from workers.trainer.launch import Launch, Residency

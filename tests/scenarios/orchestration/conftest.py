@@ -12,8 +12,8 @@ import pytest
 from fake_world import FakeWorld
 from temporalio.client import Client
 
+from storage.ports import free_port
 from workers.cluster import ClusterConfig
-from workers.node_agent.spawn import free_port
 from workers.temporal import connect
 
 FAST = {

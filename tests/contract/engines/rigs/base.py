@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from storage.errors import EngineError
+from storage.ports import free_port
 from tests.contract.engines.models import CONTEXT
 from workers.engines.base import FEATURES, Engine
 from workers.engines.kinds import KINDS
 from workers.engines.launch import Place
-from workers.node_agent.spawn import free_port, tail
+from workers.node_agent.spawn import tail
 from workers.residency import ProcessRef
 from workflows.spec import RunSpec
 
