@@ -111,7 +111,6 @@ class StreamReader:
                 meta["finish_reason"] is None
                 and type(total) is type(token) is int
                 and total == self.seen + 1
-                and type(entry) is list
                 and entry[1] == token
                 and 0 <= token < self._limit
                 and type(value) is float
