@@ -48,6 +48,7 @@ class VllmEngine(HttpEngine):
     def __init__(self, url: str, **options: float) -> None:
         super().__init__(url, **options)
         self._known: Served | None = None
+        self._live: set[str] = set()
         self._warm = False
         self._changing = False
 
@@ -57,11 +58,17 @@ class VllmEngine(HttpEngine):
         """See :meth:`workers.engines.base.Engine.generate`."""
         served = await self.served()
         check_request(ids, sampling, served)
+        if request_id in self._live:  # vLLM would take both, and one abort would end them
+            raise EngineRejected(f"{self.url}: duplicate request id {request_id}: it is live")
         reader = VllmStreamReader(request_id, served.vocab_size, sampling.top_logprobs)
         body = generate_body(ids, sampling, request_id, salt)
-        async with contextlib.aclosing(self._stream("inference/v1/generate", body, reader)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        self._live.add(request_id)
+        try:
+            async with contextlib.aclosing(self._stream("inference/v1/generate", body, reader)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._live.discard(request_id)
 
     def continuable(self, sampling: Sampling) -> bool:
         """What depends on the output so far cannot move: a stop string that straddles a cut, a grammar, penalties."""

@@ -98,7 +98,9 @@ def launch(spec: RunSpec, place: Place, interpreter: str) -> Launch:
         if engine.deterministic:
             environment["VLLM_BATCH_INVARIANT"] = "1"
     else:
-        switches.append("--enforce-eager")
+        # A prompt that is read in parts ends the server if it has a seed: a generator of the CPU cannot be set back.
+        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        flags["--max-num-batched-tokens"] = max(2048, spec.model.max_context) + engine.max_running
         flags["--kv-cache-memory-bytes"] = kv_bytes(spec.model, engine)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # whoever starts it pins it
     words = [word for name, value in flags.items() for word in (name, str(value))]
