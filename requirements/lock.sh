@@ -44,15 +44,39 @@ lock_vllm() { # further options
     write requirements/engines/vllm.lock vllm.in --allow-unsafe "${omit[@]}" "$@" requirements/engines/vllm.in
 }
 
+lock_sglang() { # further options
+    local omit=() alone=() hashes
+    for package in torch triton setuptools; do omit+=(--unsafe-package "$package"); done
+    write requirements/engines/sglang.lock sglang.in --allow-unsafe --constraint requirements/torch.lock "${omit[@]}" "$@" \
+        requirements/engines/sglang.in
+    # These two, without their dependencies, have a build for each Python.
+    for package in sglang==0.5.23 torchvision==0.28.0; do
+        hashes=$(mktemp -d)
+        for version in 3.11 3.12 3.13; do
+            "${PYTHON:-.venv/bin/python}" -m pip --quiet download --no-deps --only-binary=:all: \
+                --python-version "$version" --dest "$hashes" "$package"
+        done
+        mapfile -t alone < <(cd "$hashes" && sha256sum ./*.whl | cut -d' ' -f1 | sort)
+        {
+            printf '%s' "$package"
+            printf ' \\\n    --hash=sha256:%s' "${alone[@]}"
+            printf '\n    # alone, see sglang.in\n'
+        } >>requirements/engines/sglang.lock
+        rm -r "$hashes"
+    done
+}
+
 case ${1:-} in
 clients) shift ;; # only the clients of the contract tests, each for itself
-vllm) # only the environment of the vLLM server
+vllm | sglang) # only the environment of that server
+    engine=$1
     shift
-    lock_vllm "$@"
+    "lock_$engine" "$@"
     exit
     ;;
 *)
     lock_vllm "$@"
+    lock_sglang "$@"
     lock dev "$@"
     for role in proxy control trainer agents local; do
         lock "$role" --constraint requirements/dev.lock "$@"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,7 @@ from storage.errors import EngineError
 from tests.contract.engines.driver import Bench, Checkpoints
 from tests.contract.engines.models import write_model
 from tests.contract.engines.rigs.base import Process, Rig
-
-KINDS = sorted(path.stem for path in (Path(__file__).parent / "rigs").glob("*.py") if path.stem != "base")
-"""Each has a module in ``rigs`` with the class ``<Kind>Rig``."""
-
-
-def rig_of(kind: str) -> Rig:
-    module = importlib.import_module(f"tests.contract.engines.rigs.{kind}")
-    rig: Rig = getattr(module, f"{kind.capitalize()}Rig")()
-    return rig
+from tests.contract.engines.rigs.every import KINDS, rig_of
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -59,7 +50,9 @@ class _Servers:
     """Running servers by kind; one that a test has killed is started anew for the next."""
 
     folder: Callable[[str], Path]
-    running: dict[str, tuple[contextlib.ExitStack, Process]]
+    running: dict[str, tuple[contextlib.ExitStack, Process]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    """Release of each engine that was started."""
 
     def get(self, rig: Rig, model: Path) -> Process:
         if rig.kind not in self.running:
@@ -74,7 +67,7 @@ class _Servers:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Servers]:
-    servers = _Servers(tmp_path_factory.mktemp, {})
+    servers = _Servers(tmp_path_factory.mktemp)
     yield servers
     for stack, _ in servers.running.values():
         stack.close()
@@ -90,13 +83,25 @@ def process(
 
 
 @pytest.fixture
-async def bench(rig: Rig, process: Process, servers: _Servers, checkpoints: Checkpoints) -> AsyncIterator[Bench]:
+async def bench(
+    rig: Rig,
+    process: Process,
+    servers: _Servers,
+    checkpoints: Checkpoints,
+    record_property: Callable[[str, object], None],
+) -> AsyncIterator[Bench]:
     """The engine behind its adapter; a server that cannot be put back is ended, and the next test gets a new one."""
     bench = Bench(rig, process, checkpoints, rig.connect(process.url))
+    if rig.kind not in servers.versions:
+        servers.versions[rig.kind] = await rig.version(bench.engine)
+    record_property("version", servers.versions[rig.kind])
     yield bench
     try:
         await bench.restore()
     except (EngineError, TimeoutError):
+        alive = process.alive()
         servers.drop(rig)
+        if alive:  # no test has killed it, and yet it does not serve as before
+            raise
     finally:
         await bench.engine.close()

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from storage.errors import EngineRejected
+from storage.ports import free_port
 from storage.weights import folder_digest
 from tests.contract.engines.driver import LIMIT_S, PROMPT, Bench
 from tests.contract.engines.models import logprobs
 from tests.contract.engines.test_generation import NEAR, need
 from workers.engines.base import PauseMode, Transfer
-from workers.node_agent.spawn import free_port
 
 
 @asynccontextmanager

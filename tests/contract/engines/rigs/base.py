@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
+
 from storage.errors import EngineError
 from storage.ports import free_port
 from tests.contract.engines.models import CONTEXT
@@ -64,6 +66,12 @@ class Process:
         """To all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+    def alive(self) -> bool:
+        """Whether its first process runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        return False
 
 
 class Rig:
