@@ -34,9 +34,10 @@ from benchmarks.proxy.growth import Growth, grow_gateway, grow_ours
 from benchmarks.proxy.held import hold
 from benchmarks.proxy.measure import Result, Scenario, run_round
 from benchmarks.proxy.model import END_OF_TURN, Prose, model_directory
-from benchmarks.proxy.process import Process, free_port, processors, python
+from benchmarks.proxy.process import Process, processors, python
 from benchmarks.proxy.scenarios import Plan, full, quick
 from benchmarks.proxy.traffic import ANSWER_TOKENS
+from storage.ports import free_port
 
 
 def make_answers(model: Path) -> dict[str, dict[str, Any]]:
