@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from proxy.peers import PASSED_ON, Elsewhere, Peers
 from proxy.service import Service
 from proxy.trajectory.policy import Limits
 from storage import errors
 from storage.ledger import Route
+
+
+_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""What the databases take as an integer."""
+_Epoch = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class _Body(BaseModel):
@@ -29,16 +35,16 @@ class RunBody(_Body):
 
 class AdmissionBody(_Body):
     stream: str
-    admit_until: int = Field(ge=0)
-    target_in_flight: int = Field(ge=0)
-    samples_per_task: int = Field(ge=1)
+    admit_until: _Count
+    target_in_flight: _Count
+    samples_per_task: _Count = Field(ge=1)
     paused: bool = False
 
 
 class ClaimBody(_Body):
     stream: str
     worker: str
-    limit: int = Field(ge=0)
+    limit: _Count
     holding: list[str] | None = None
     """Sessions the worker has already; given when an earlier answer may have been lost."""
 
@@ -62,7 +68,7 @@ class ReleaseBody(_Body):
 
 class ScoreClaimBody(_Body):
     worker: str
-    limit: int = Field(ge=0)
+    limit: _Count
 
 
 class RewardBody(_Body):
@@ -82,8 +88,8 @@ class ScoreBody(RewardBody):
 
 
 class LimitsBody(_Body):
-    max_turns: int | None = Field(default=None, ge=1)
-    max_session_tokens: int | None = Field(default=None, ge=1)
+    max_turns: _Count | None = Field(default=None, ge=1)
+    max_session_tokens: _Count | None = Field(default=None, ge=1)
     time_limit_s: float | None = Field(default=None, gt=0)
 
 
@@ -102,8 +108,8 @@ class RouteBody(_Body):
     run: str
     node: str
     url: str
-    epoch: int
-    version: int
+    epoch: _Epoch
+    version: _Count
     state: Literal["open", "held", "closed"]
     engine_kind: str = "embedded"
 
@@ -151,6 +157,11 @@ def _add_errors(app: FastAPI) -> None:
     async def ours(_: Request, error: errors.SeamlessFlowError) -> JSONResponse:
         status = next(status for kind, status in _STATUS if isinstance(error, kind))
         return JSONResponse({"error": {"type": type(error).__name__, "message": str(error)}}, status)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        """A path that does not exist, or not with that method."""
+        return JSONResponse({"error": {"type": "NotFoundError", "message": error.detail}}, error.status_code)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -254,7 +265,7 @@ def _add_routes(app: FastAPI, service: Service, key: list[Any]) -> None:
         return {"lease": lease, "state": body.state}
 
     @app.delete("/control/routes/{lease:path}", dependencies=key)
-    async def delete(lease: str, epoch: int) -> dict[str, str]:
+    async def delete(lease: str, epoch: _Epoch) -> dict[str, str]:
         await routes.delete(lease, epoch)
         return {"lease": lease}
 

@@ -41,7 +41,7 @@ class Conversations:
         self._prompts.setdefault(turn.digest, turn.index)
 
     def enter_answer(self, turn: Turn, choice: Choice, answer: Message) -> None:
-        """A later request may go on from ``answer``; of equal ones from the latest turn's first, whenever they ended."""
+        """A later request may go on from ``answer``; of equal ones from the latest turn's first, whenever ended."""
         at = (turn.index, choice.index)
         for told in {answer, answer.without_reasoning()}:
             digest = extend_digest(turn.digest, told)
