@@ -37,17 +37,19 @@ class Generation:
     prompt: list[int]
     sampling: Sampling
     chunks: list[Chunk] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
-    @property
-    def ids(self) -> list[int]:
-        return [i for chunk in self.chunks for i in chunk.ids]
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [value for chunk in self.chunks for value in chunk.logprobs]
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.ids += chunk.ids
+        self.logprobs += chunk.logprobs
+        self.grown.set()
+        if chunk.ids:
+            self.begun.set()
 
     @property
     def finish(self) -> str | None:
@@ -109,10 +111,7 @@ class Bench:
             async for chunk in self.engine.generate(
                 generation.prompt, sampling, request_id=generation.rid, salt=salted
             ):
-                generation.chunks.append(chunk)
-                generation.grown.set()
-                if chunk.ids:
-                    generation.begun.set()
+                generation.add(chunk)
 
         generation.task = asyncio.create_task(read())
         self.live.append(generation)
