@@ -57,14 +57,34 @@ class ProcessRef(BaseModel):
         return False
 
     async def end(self) -> None:
-        """SIGTERM, then SIGKILL after a few seconds; returns when the process is gone."""
+        """SIGTERM, then SIGKILL after a few seconds, to it and all that it started; returns when they are gone."""
         for number, limit in ((signal.SIGTERM, TERM_LIMIT_S), (signal.SIGKILL, TERM_LIMIT_S)):
             if not self.alive():
-                return
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGCONT)
-                os.kill(self.pid, number)
+                break
+            self._signal(signal.SIGCONT)
+            self._signal(number)
             await self._gone(limit)
+        await self._sweep()
+
+    def _signal(self, number: int) -> None:
+        """To its group, which is its own if it was started in a session of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(self.pid) == self.pid:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+    async def _sweep(self) -> None:
+        """End what is left of its group: a server's workers may outlive it, on the device that the next one needs.
+
+        While a group has members its number is given to no new process; so if no process has the pid, they are ours.
+        """
+        end = time.monotonic() + TERM_LIMIT_S
+        while not psutil.pid_exists(self.pid) and (rest := _members(self.pid)) and time.monotonic() < end:
+            for pid in rest:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(POLL_S)
 
     async def _gone(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s
@@ -73,6 +93,16 @@ class ProcessRef(BaseModel):
                 return True
             await asyncio.sleep(POLL_S)
         return False
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a group, those left out that have ended and wait to be reaped."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 class ResidencyFile(BaseModel):

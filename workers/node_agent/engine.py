@@ -61,6 +61,8 @@ class EngineHost:
                 await found.process.end()
                 found = None
             if found is None:
+                if last is not None:
+                    await last.process.end()  # it is dead, but processes that it had started may not be
                 found = await self._start(task, last)
             await self._wait_ready(found, task.spec.engine.start_limit_s)
             found = await self._confirm(found, task)

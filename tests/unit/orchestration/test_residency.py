@@ -1,0 +1,73 @@
+"""Processes that a node started, and what those started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from workers.residency import ProcessRef
+
+LEADER = """
+import subprocess, sys, time
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+worker = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+    """A process in a session of its own, and the pid of the worker it has started, which SIGTERM does not end."""
+    leader = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LEADER, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert leader.stdout is not None
+    yield leader, int(await leader.stdout.readline())
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    await leader.wait()
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+async def test_a_server_is_ended_with_the_workers_it_started(
+    server: tuple[asyncio.subprocess.Process, int],
+) -> None:
+    leader, worker = server
+    await ProcessRef.of(leader.pid).end()
+    await leader.wait()
+    assert not runs(worker)
+
+
+async def test_workers_that_outlive_their_server_are_ended_too(
+    server: tuple[asyncio.subprocess.Process, int],
+) -> None:
+    leader, worker = server
+    reference = ProcessRef.of(leader.pid)
+    leader.kill()
+    await leader.wait()
+    assert runs(worker)
+    await reference.end()
+    assert not runs(worker)
+
+
+async def test_a_group_whose_number_is_a_living_stranger_is_left_alone(
+    server: tuple[asyncio.subprocess.Process, int],
+) -> None:
+    leader, worker = server
+    await ProcessRef(pid=leader.pid, start_time=1.0).end()
+    assert runs(leader.pid)
+    assert runs(worker)
