@@ -320,12 +320,13 @@ async def test_data_behind_an_answer_costs_its_connection_and_nothing_else(extra
         assert server.connections == 2
 
 
-async def test_data_that_nobody_asked_for_costs_its_connection() -> None:
+@pytest.mark.parametrize("data", [b"H", b"\r\n", HEAD + END])
+async def test_data_that_nobody_asked_for_costs_its_connection(data: bytes) -> None:
     async def behave(peer: Peer) -> None:
         await peer.request()
         await peer.send(ANSWER)
         await idle.wait()
-        await peer.send(b"H")
+        await peer.send(data)
         await peer.gone()
         left.set()
 
@@ -358,9 +359,32 @@ async def test_the_end_of_an_answer_is_waited_for_behind_the_back_of_its_reader(
 
 
 async def test_an_answer_whose_end_does_not_come_costs_its_connection() -> None:
-    async with engine_at(once(ANSWER[: -len(END)]), ALWAYS) as (server, engine):
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(ANSWER[: -len(END)])
+        await peer.gone()
+        left.set()
+
+    left = asyncio.Event()
+    async with engine_at(behave, ALWAYS) as (server, engine):
         assert [await collect(engine) for _ in range(2)] == [[1, 2, 3]] * 2
         assert server.connections == 2
+        await asyncio.wait_for(left.wait(), 20)
+
+
+async def test_an_answer_to_a_request_that_was_not_read_to_its_end_costs_its_connection() -> None:
+    async def behave(peer: Peer) -> None:
+        await peer.reader.readuntil(b"\r\n\r\n")
+        await peer.send(refusal(413, b"too large"))
+        await done.wait()
+
+    done = asyncio.Event()
+    async with engine_at(behave, ALWAYS) as (server, engine):
+        with pytest.raises(EngineRejected, match="too large"):
+            await anext(stream(engine, ids=np.zeros(8_000_000, np.int32)))
+        assert await collect(engine) == [1, 2, 3]
+        assert server.connections == 2
+        done.set()
 
 
 async def test_a_reader_that_leaves_closes_the_connection() -> None:
