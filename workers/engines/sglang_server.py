@@ -18,6 +18,7 @@ from storage.errors import EngineError, EngineProtocolError, EngineRejected, Eng
 from workers.engines.base import EngineInfo, Loaded, PauseMode, Sampling, TokenIds, Transfer
 from workers.engines.candidate import Checkpoint, examine
 from workers.engines.fingerprint import FLOATS, differing
+from workers.engines.sender import must_listen
 from workers.engines.sglang import SglangEngine
 from workers.engines.sglang_checks import Served, check_release, read_served
 from workers.engines.stream import version_label
@@ -231,20 +232,3 @@ class SglangServer(SglangEngine):
 
     def _unproven(self, checkpoint: Checkpoint, how: str) -> EngineUnavailable:
         return EngineUnavailable(f"{self.url}: the engine does not serve {checkpoint.path}: {how}")
-
-
-async def must_listen(transfer: Transfer, limit_s: float) -> None:
-    """Returns when the sender can be reached; raises :class:`EngineRejected` if it cannot within ``limit_s``."""
-    end = asyncio.get_running_loop().time() + limit_s
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(transfer.address, transfer.port)
-        except OSError as error:
-            if asyncio.get_running_loop().time() > end:
-                raise EngineRejected(
-                    f"the sender at {transfer.address}:{transfer.port} is not there: {error}"
-                ) from None
-            await asyncio.sleep(0.1)
-            continue
-        writer.close()
-        return

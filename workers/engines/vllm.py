@@ -21,6 +21,7 @@ from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling,
 from workers.engines.candidate import Checkpoint, examine
 from workers.engines.fingerprint import FLOATS
 from workers.engines.http import HttpEngine
+from workers.engines.sender import must_listen
 from workers.engines.stream import version_label
 from workers.engines.vllm_stream import (
     PREFIX,
@@ -94,6 +95,8 @@ class VllmEngine(HttpEngine):
         """
         served = await self.served()
         checkpoint = await asyncio.to_thread(examine, Path(path), served.model_path)
+        if transfer is not None:
+            await must_listen(transfer, self._deadline_s)  # the workers would wait for it, deaf to all else
         before, paused = await self._label(), await self._paused()
         current = version_of(before)
         if current is None or version <= current:
@@ -232,6 +235,7 @@ class VllmEngine(HttpEngine):
         raise EngineRejected(f"{self.url}: the weights stay as they were, since a load failed: {problem}")
 
     async def _receive(self, checkpoint: Checkpoint, transfer: Transfer) -> list[dict[str, Any]]:
+        """From the group's rank 0. A worker to which not all of it comes reads again what it served from the disk."""
         broadcast = {
             **asdict(transfer),
             "names": [tensor.name for tensor in checkpoint.tensors],
