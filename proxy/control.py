@@ -17,7 +17,6 @@ from proxy.trajectory.policy import Limits
 from storage import errors
 from storage.ledger import Route
 
-
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """What the databases take as an integer."""
 _Epoch = Annotated[int, Field(ge=0, le=2**63 - 1)]
