@@ -93,7 +93,7 @@ class HttpEngine:
             if connection.status != 200:
                 raise self._refusal(path, connection.status, await connection.whole())
             while data := await connection.read():
-                events = (payload for payload in sse.feed(data) if payload != b"[DONE]")
+                events = [payload for payload in sse.feed(data) if payload != b"[DONE]"]
                 for chunk in reader.read_all(events):
                     yield chunk
                     if reader.finished:

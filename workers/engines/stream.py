@@ -20,18 +20,20 @@ _ROUNDING = 1e-4  # a log-prob of a near certain token may come out a little abo
 
 
 class SseDecoder:
-    """Splits server-sent events out of arbitrary byte chunks; yields their ``data`` payloads."""
+    """Splits server-sent events out of arbitrary byte chunks; gives their ``data`` payloads.
 
-    def __init__(self) -> None:
+    Raises EngineProtocolError if ``limit`` bytes are no whole event.
+    """
+
+    def __init__(self, limit: int = 64 * 2**20) -> None:
         self._buffer = b""
+        self._limit = limit
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
         whole, separator, self._buffer = (self._buffer + data).rpartition(b"\n\n")
-        if separator:
-            for event in whole.split(b"\n\n"):
-                for line in event.split(b"\n"):
-                    if line.startswith(b"data:"):
-                        yield line[5:].strip()
+        if len(self._buffer) > self._limit:
+            raise EngineProtocolError(f"the engine sent an event of more than {self._limit} bytes")
+        return [line[5:].strip() for line in whole.split(b"\n") if line.startswith(b"data:")] if separator else []
 
 
 def parse_version(label: object) -> int | None:

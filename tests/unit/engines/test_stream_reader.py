@@ -130,6 +130,13 @@ def test_events_survive_any_split_of_the_byte_stream() -> None:
         assert [*decoder.feed(data[:cut]), *decoder.feed(data[cut:])] == [b'{"a":1}', b'{"b":2}', b"[DONE]"]
 
 
+def test_an_event_without_end_is_refused_before_it_fills_the_memory() -> None:
+    decoder = SseDecoder(limit=100)
+    assert decoder.feed(b"data: 1\n\ndata: " + b"2" * 90) == [b"1"]
+    with pytest.raises(EngineProtocolError, match="more than 100 bytes"):
+        decoder.feed(b"2" * 90)
+
+
 @pytest.mark.parametrize(("label", "version"), [("0", 0), ("17", 17), ("default", None), ("", None), (3, None)])
 def test_only_integer_labels_are_versions_of_ours(label: object, version: int | None) -> None:
     assert parse_version(label) == version
