@@ -136,6 +136,7 @@ async def test_an_agent_that_is_killed_finds_its_engine_and_its_running_update_a
     nodes.state.root.joinpath(SLOW).touch()
     run = await world.start(nodes.spec(steps=1))
     await eventually((nodes.state.root / BUSY).exists, "an update in work")
+    await eventually(lambda: all(nodes.engine(node) is not None for node in NODES), "both engines")
     engines, gang = [nodes.pid("a"), nodes.pid("b")], nodes.gang()
     for node in NODES:
         nodes.kill_agent(node)
