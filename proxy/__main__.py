@@ -30,7 +30,7 @@ from storage.ledger import Ledger, Route
 from storage.objects import ObjectStore
 from workers.cluster import ClusterConfig, StateFolder
 from workers.engines.base import Engine
-from workers.engines.sglang import SglangEngine
+from workers.engines.kinds import connect
 
 BACKLOG = 2048
 PREDECESSOR_S = 3.0
@@ -40,8 +40,8 @@ SHUTDOWN_S = 5
 
 
 def make_engine(route: Route) -> Engine:
-    """The adapter for a route; SGLang, the embedded and the scripted engine speak one wire."""
-    return SglangEngine(route.url)
+    """The adapter for the kind of engine that a route leads to."""
+    return connect(route.engine_kind, route.url)
 
 
 class _Server(uvicorn.Server):
