@@ -14,6 +14,7 @@ CLIENTS := $(patsubst requirements/clients/%.in,.clients/%/.ready,$(wildcard req
 help:
 	@echo "make demo       train SmolLM2-135M to use a calculator (15 minutes on two cores)"
 	@echo "make demo-tiny  the same with a model of 0.13 M parameters (5 minutes)"
+	@echo "                both with ENGINE=sglang or ENGINE=vllm: on that server"
 	@echo "make test       lint, types and tests"
 	@echo "make setup      only make the virtual environment"
 	@echo "make clients    make the environments of the real clients that the contract tests run"
@@ -31,12 +32,15 @@ $(READY): $(LOCKS) pyproject.toml requirements/install.sh
 	PYTHON=$(PYTHON) requirements/install.sh $(VENV)
 	@touch $@
 
+# With ENGINE=vllm or ENGINE=sglang the same run on that server, once its environment is made.
+ON_ENGINE := $(if $(ENGINE),--engine $(ENGINE))
 demo: $(READY)
 	@$(BIN)/seamlessflow demo examples/demo.yaml --build examples.models.smollm2 \
-	  --build examples.calculator.make_tasks --state $(STATE)/demo
+	  --build examples.calculator.make_tasks --state $(STATE)/demo$(addprefix -,$(ENGINE)) $(ON_ENGINE)
 
 demo-tiny: $(READY)
-	@$(BIN)/seamlessflow demo examples/demo-tiny.yaml --build examples.models.tiny --state $(STATE)/demo-tiny
+	@$(BIN)/seamlessflow demo examples/demo-tiny.yaml --build examples.models.tiny \
+	  --state $(STATE)/demo-tiny$(addprefix -,$(ENGINE)) $(ON_ENGINE)
 
 # One environment for each client, out of everything's way; -j makes several at a time.
 clients: $(CLIENTS)

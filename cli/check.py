@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,21 +37,27 @@ class Checked:
     problems: tuple[Problem, ...]
 
 
-def check_run(path: Path) -> Checked:
-    """Look at the run file at ``path``; starts nothing, imports no user code, never raises for what is wrong in it."""
+def check_run(path: Path, *, engine: str | None = None) -> Checked:
+    """Look at the run file at ``path``; starts nothing, imports no user code, never raises for what is wrong in it.
+
+    ``engine`` stands in for its ``engine.kind``.
+    """
     try:
         document = read_document(path)
     except RunFileError as error:
         return Checked(None, error.problems)
+    section = document.data.get("engine", {})
+    if engine is not None and isinstance(section, dict):
+        document = replace(document, data={**document.data, "engine": {**section, "kind": engine}})
     spec, problems = validate(document)
     problems += [document.problem(location, message) for location, message in _world(document, spec)]
     problems.sort(key=lambda problem: (problem.line or 0, problem.where))
     return Checked(None if problems else spec, tuple(problems))
 
 
-def require_run(path: Path) -> RunSpec:
-    """The checked spec. Raises :class:`RunFileError` that lists all problems."""
-    checked = check_run(path)
+def require_run(path: Path, *, engine: str | None = None) -> RunSpec:
+    """The checked spec, as of :func:`check_run`. Raises :class:`RunFileError` that lists all problems."""
+    checked = check_run(path, engine=engine)
     if checked.spec is None:
         raise RunFileError(path, checked.problems)
     return checked.spec

@@ -57,6 +57,8 @@ class DemoOptions:
     keep: bool = False
     """Leave the cluster running at the end."""
     time_limit_s: float = 3600.0
+    engine: str | None = None
+    """In place of the run file's ``engine.kind``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
     """
     clock = Clock(options.state)
     build_if_missing(options, say)
-    spec = require_run(options.run_file)
+    spec = require_run(options.run_file, engine=options.engine)
     with _interruptible():
         stop, ran_before = not options.keep, stack.running(options.state)
         try:

@@ -167,6 +167,12 @@ def test_a_broken_line_of_the_data_is_named(run_file: Path) -> None:
     assert [message.split(": ")[0].rpartition("/")[2] for message in messages] == ["tasks.jsonl:2", "tasks.jsonl:3"]
 
 
+def test_another_engine_may_stand_in_for_that_of_the_run_file_and_is_checked_like_it(run_file: Path) -> None:
+    assert require_run(run_file, engine="scripted").engine.kind == "scripted"
+    problems = check_run(run_file, engine="imagined").problems
+    assert [problem.where for problem in problems] == ["engine.kind"]
+
+
 def test_a_model_the_engine_cannot_run_is_refused(tmp_path: Path, run_file: Path) -> None:
     write_model(tmp_path / "bert", architecture="BertForMaskedLM")
     run_file.write_text(GOOD.replace("path: model", "path: bert"))
