@@ -21,7 +21,7 @@ from proxy.live_session import LiveSession
 from proxy.meter import Counters
 from proxy.routes import RouteUse
 from proxy.testing import toy_ids, write_toy_model
-from proxy.trajectory import replay
+from proxy.trajectory import conversations, replay
 from proxy.trajectory.canonical import Message
 from proxy.trajectory.policy import Policy, choice_seed, segment_seed
 from proxy.trajectory.renderer import Renderer
@@ -272,15 +272,19 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation that failed goes on without a pause."""
+    """A generation that failed goes on without a pause; what a test changes is put back."""
+    monkeypatch.setattr(conversations, "_RECENT", conversations._RECENT)
     monkeypatch.setattr("proxy.generation._PAUSES_S", (0.0,))
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("recent", [4, 0], ids=["word by word", "by digest"])
+@settings(max_examples=40, deadline=None)
 @given(first=SCRIPTS, second=SCRIPTS, data=st.data())
 def test_nothing_that_happens_on_the_way_shows_in_the_tree_or_in_what_agents_were_told(
-    renderer: Renderer, first: list[Step], second: list[Step], data: st.DataObject
+    renderer: Renderer, recent: int, first: list[Step], second: list[Step], data: st.DataObject
 ) -> None:
+    """``recent``: how many turns are compared with a request before it is looked up."""
+    conversations._RECENT = recent
     scripts = {"A": first, "B": second}
     troubles = {name: [data.draw(TROUBLES) for _ in script] for name, script in scripts.items()}
 

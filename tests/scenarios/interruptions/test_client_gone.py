@@ -110,9 +110,9 @@ async def test_mid_stream_the_engine_is_aborted_by_its_request_id_alone(start_be
     first, second = bench.engine.outputs.values()
     await until(lambda: first.finish == "abort", "the engine let go")
     assert (first.aborted, second.aborted) == (True, False)
-    turn = (await bench.turns())[0]
-    assert (turn["status"], turn["completion_tokens"]) == ("aborted", 2)
     session = await bench.recorded()
+    await until(lambda: session.turns[0].choices[0].status == "aborted", "so did the generation's owner")
+    assert tuple(session.turns[0].choices[0].recording.ids) == HELLO[:2]
     assert not session.trainable()
     await bench.engine.release()
     await neighbour.task
@@ -209,17 +209,22 @@ async def test_a_request_that_is_placed_while_its_session_ends_is_refused(start_
     placing, go_on, place = threading.Event(), threading.Event(), Session.place
 
     def slow(*arguments):
+        placement = place(*arguments)
         placing.set()
         assert go_on.wait(10)
-        return place(*arguments)
+        return placement
 
     monkeypatch.setattr("proxy.live_session._LARGE_REQUEST", 0)
     monkeypatch.setattr(Session, "place", slow)
     call = Call(bench, CHAT, CHAT.body())
-    await until(placing.is_set, "the request is being placed")
+    await until(placing.is_set, "the request has its place")
     ending = asyncio.create_task(bench.proxy.control.finish_session(bench.session["session"]))
+    live = await bench.proxy.service.sessions.get(bench.session["session"])
+    await until(lambda: live.sealing.locked() or live.ended, "the session is about to end")
+    await asyncio.wait({ending}, timeout=0.1)
     go_on.set()
-    await asyncio.gather(ending, call.task)
+    async with asyncio.timeout(20):
+        await asyncio.gather(ending, call.task)
     assert call.sent[0]["status"] == 403
     kinds = [row.kind for row in bench.proxy.service.journal.read(bench.session["session"])]
     assert kinds[-1] == "closed"
