@@ -158,8 +158,8 @@ class EngineSpec(Spec):
     sync_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running generations do when weights change: keep their KV, compute it anew, or be cut and continued."""
     transfer: Literal["disk", "collective"] = "disk"
-    """How weights reach the engine. ``disk``: it reads what was published. ``collective``: the trainer broadcasts them
-    (NCCL on CUDA, else gloo); needs ``sglang`` or ``vllm``."""
+    """How weights reach the engine. ``disk``: each of its ranks reads what was published. ``collective``: a process
+    beside the engine reads it once and broadcasts it to the ranks; for ``sglang`` and ``vllm``."""
     start_limit_s: float = Field(default=300.0, gt=0)
     """An engine that does not answer so long after its start is ended."""
     log_tokens: bool = False

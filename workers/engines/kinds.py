@@ -36,6 +36,8 @@ class EngineKind:
     """Whether it lives in an environment of its own."""
     examine: Callable[[EngineSpec, Path], str | None] = lambda engine, interpreter: None
     """Why it cannot do what the run file asks on this machine."""
+    spins_paused: bool = False
+    """Whether it keeps a core busy while it is paused, though not while it is idle."""
 
     def interpreter(self, engine: EngineSpec) -> str:
         """The Python that runs it."""
@@ -87,7 +89,7 @@ KINDS: dict[str, EngineKind] = {
     for kind in (
         EngineKind("embedded", _ours, SglangEngine),
         EngineKind("scripted", _ours, SglangEngine),
-        EngineKind("sglang", sglang_launch.launch, SglangServer, True, sglang_launch.problem),
+        EngineKind("sglang", sglang_launch.launch, SglangServer, True, sglang_launch.problem, True),
         EngineKind("vllm", vllm_launch.launch, VllmEngine, True, vllm_launch.problem),
     )
 }

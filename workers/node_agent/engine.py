@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from storage.errors import ConfigError, EngineError, EngineUnavailable, IntegrityError
+from storage.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, IntegrityError
 from storage.ports import free_port
 from workers.cluster import StateFolder
 from workers.engines.base import Engine
-from workers.engines.kinds import connect, kind_of
+from workers.engines.kinds import KINDS, connect, kind_of
 from workers.engines.launch import Place
+from workers.node_agent.sender import sending
 from workers.node_agent.spawn import spawn, tail
 from workers.residency import EngineResidency
 from workflows.messages import EngineTask, WeightsRef
@@ -78,13 +79,13 @@ class EngineHost:
             engine = self._engine(found)
             await engine.pause(task.spec.engine.sync_mode)
             try:
-                await self._load(found, task.weights)
+                await self._load(found, task)
             except (EngineError, IntegrityError):
                 with contextlib.suppress(EngineError):  # it may be gone; the failed load is what matters
                     await engine.resume()
                 raise
-            self._remember(found, epoch=task.epoch, serving=task.weights)
             await engine.resume()
+            self._remember(found, epoch=task.epoch, serving=task.weights)
             return task.weights.version
 
     async def hold(self, paused: bool) -> None:
@@ -94,14 +95,16 @@ class EngineHost:
             await (engine.pause("in_place") if paused else engine.resume())
 
     async def park(self) -> None:
-        """Quiesce: what still runs is cut, then the engine is paused and stays resident."""
+        """Quiesce: what still runs is cut, then the engine is paused and stays resident; idle will do for one that
+        would keep a core busy with its pause."""
         async with self._lock:
             found = self.resident()
             if found is None:
                 return
             engine = self._engine(found)
             await self._drain(engine)
-            await engine.pause("in_place")
+            if not KINDS[found.kind].spins_paused:
+                await engine.pause("in_place")
 
     async def end(self, run: str) -> None:
         """End the engine if it belongs to ``run``."""
@@ -178,23 +181,40 @@ class EngineHost:
     async def _confirm(self, found: EngineResidency, task: EngineTask) -> EngineResidency:
         """Make the engine serve the newest weights known here; if they cannot be loaded, the last good ones."""
         good = found.good
-        wanted = task.weights if good is None or good.version <= task.weights.version else good
-        if found.serving == wanted:
+        if good is not None and good.version > task.weights.version:
+            task = task.model_copy(update={"weights": good})
+        if found.serving == task.weights:
             return found
         try:
-            await self._load(found, wanted)
+            await self._load(found, task)
         except (EngineError, IntegrityError):
-            if good is None or good == wanted:
+            if good is None or good == task.weights:
                 raise
-            log.exception("version %d cannot be loaded; going on with %d", wanted.version, good.version)
-            wanted = good
-            await self._load(found, wanted)
-        return self._remember(found, epoch=task.epoch, serving=wanted)
+            log.exception("version %d cannot be loaded; going on with %d", task.weights.version, good.version)
+            task = task.model_copy(update={"weights": good})
+            if not found.process.alive():
+                found = await self._start(task, found)
+                await self._wait_ready(found, task.spec.engine.start_limit_s)
+            await self._load(found, task)
+        return self._remember(found, epoch=task.epoch, serving=task.weights)
 
-    async def _load(self, found: EngineResidency, weights: WeightsRef) -> None:
-        loaded = await self._engine(found).load_weights(weights.path, weights.version)
+    async def _load(self, found: EngineResidency, task: EngineTask) -> None:
+        """Load and compare. An engine that refuses goes on with the weights it has; one that fails otherwise is ended,
+        since nobody knows what it serves: it restarts on the last good version."""
+        weights, engine = task.weights, self._engine(found)
+        try:
+            if task.spec.engine.transfer == "collective":
+                async with sending(weights.path, engine_ranks=task.spec.engine.tensor_parallel) as transfer:
+                    loaded = await engine.load_weights(weights.path, weights.version, transfer)
+            else:
+                loaded = await engine.load_weights(weights.path, weights.version)
+        except EngineRejected:
+            raise
+        except EngineError:
+            await found.process.end()
+            raise
         if loaded.checksum is not None and loaded.checksum != weights.digest:
-            await found.process.end()  # nobody knows what it serves now; it restarts on the last good version
+            await found.process.end()
             raise IntegrityError(
                 f"the engine on {self._node} loaded {weights.path} with checksum {loaded.checksum}, "
                 f"version {weights.version} was published with {weights.digest}: the engine was ended"

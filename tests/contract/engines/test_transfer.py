@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,29 +9,11 @@ import pytest
 from storage.errors import EngineRejected
 from storage.ports import free_port
 from storage.weights import folder_digest
-from tests.contract.engines.driver import LIMIT_S, PROMPT, Bench
+from tests.contract.engines.driver import PROMPT, Bench
 from tests.contract.engines.models import logprobs
 from tests.contract.engines.test_generation import NEAR, need
 from workers.engines.base import PauseMode, Transfer
-
-
-@asynccontextmanager
-async def sending(weights: Path) -> AsyncIterator[Transfer]:
-    """A sender of one checkpoint to one engine; it must come to its end."""
-    transfer = Transfer(f"g-{uuid.uuid4().hex}", "127.0.0.1", free_port(), rank=1, world_size=2)
-    words = ["--weights", str(weights), "--group", transfer.group, "--address", transfer.address]
-    words += ["--port", str(transfer.port), "--world-size", "2", "--timeout-s", str(LIMIT_S)]
-    sender = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers.trainer.broadcast", *words, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        yield transfer
-        _, said = await asyncio.wait_for(sender.communicate(), LIMIT_S)
-        assert sender.returncode == 0, said.decode()
-    finally:
-        if sender.returncode is None:
-            sender.kill()
-            await sender.communicate()
+from workers.node_agent.sender import sending
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -47,7 +24,7 @@ async def test_a_broadcast_brings_the_weights_that_the_files_hold(bench: Bench, 
     for version in (1, 2, 3):
         generation = await bench.running()
         await bench.engine.pause(mode)
-        async with sending(paths[version % 2]) as transfer:
+        async with sending(str(paths[version % 2])) as transfer:
             loaded = await bench.engine.load_weights(str(paths[version % 2]), version, transfer)
         await bench.engine.resume()
         bench.version = version
