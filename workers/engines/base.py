@@ -103,7 +103,8 @@ class Chunk:
     version: int | None
     """The engine's weight version when it sent this chunk; a hint until ``spans`` confirm or amend it."""
     spans: tuple[VersionSpan, ...] | None = None
-    """On the last chunk: the exact version of every output token since the first, in order and without a gap."""
+    """On the last chunk: the exact version of every output token since the first, in order and without a gap. Before,
+    from an engine whose chunks carry no version: that of the first tokens, as far as it is certain by now."""
     finish: Finish | None = None
     """Set on the last chunk only."""
     tops: tuple[tuple[tuple[int, float], ...], ...] = ()

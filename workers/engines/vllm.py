@@ -12,7 +12,7 @@ import contextlib
 import re
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from workers.engines.vllm_stream import (
     generate_body,
     version_of,
 )
+from workers.engines.vllm_witness import Witness
 
 PROTOCOL = 1
 """Of the extension in the server's workers."""
@@ -50,6 +51,7 @@ class VllmEngine(HttpEngine):
         super().__init__(url, **options)
         self._known: Served | None = None
         self._live: set[str] = set()
+        self._witness = Witness(self._label)
         self._warm = False
         self._changing = False
 
@@ -63,11 +65,13 @@ class VllmEngine(HttpEngine):
             raise EngineRejected(f"{self.url}: duplicate request id {request_id}: it is live")
         reader = VllmStreamReader(request_id, served.vocab_size, sampling.top_logprobs)
         body = generate_body(ids, sampling, request_id, salt)
+        label = await self._witness.before()
         self._live.add(request_id)
         try:
-            async with contextlib.aclosing(self._stream("inference/v1/generate", body, reader)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            with self._witness.watching(reader, label) as watched:
+                async with contextlib.aclosing(self._stream("inference/v1/generate", body, reader)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk if chunk.finish is not None else replace(chunk, spans=watched.news())
         finally:
             self._live.discard(request_id)
 
@@ -201,6 +205,11 @@ class VllmEngine(HttpEngine):
                 workers=state["workers"],
             )
         return self._known
+
+    async def close(self) -> None:
+        """See :meth:`workers.engines.base.Engine.close`."""
+        await self._witness.close()
+        await super().close()
 
     # Weights
 

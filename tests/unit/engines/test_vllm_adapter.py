@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +45,20 @@ class FakeVllm:
     load: Callable[[int, str], dict[str, Any]] | None = None
     """Worker and path -> its answer, in place of a load that works."""
     live: int = 0
+    steps: asyncio.Queue[int | None] | None = None
+    """How many tokens each event of a stream brings; None breaks it off. Without a queue a stream has one token."""
+    label_reads: int = 0
     calls: list[str] = field(default_factory=list)
     url: str = ""
 
     def __post_init__(self) -> None:
         self.model_path = self.path
         self.paths = [self.path] * self.workers
+
+    async def until_label_is_read(self, times: int) -> None:
+        wanted = self.label_reads + times
+        while self.label_reads < wanted:  # noqa: ASYNC110 - a reader tells no one
+            await asyncio.sleep(0.01)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._note])
@@ -65,6 +74,7 @@ class FakeVllm:
     async def _information(self, request: web.Request) -> web.Response:
         if request.path == "/health":
             return web.Response(status=self.health)
+        self.label_reads += request.path == "/weight_info"
         if request.path == "/metrics":
             return web.Response(text=METRICS)
         return web.json_response({"is_paused": self.paused, "weight_version": self.label, "server_load": self.live})
@@ -125,11 +135,27 @@ class FakeVllm:
         self.paths[worker] = path
         return {"loaded": True, "seen": 1, "proven": 1}
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        choice = {"token_ids": [1], "logprobs": {"content": [{"token_id": 1, "logprob": -1.0, "top_logprobs": []}]}}
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self.steps is not None:
+            return await self._step(request, self.steps)
+        choice = _tokens(1)
         last = {"token_ids": [], "finish_reason": "length", "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
         text = "".join(f"data: {orjson.dumps({'choices': [event]}).decode()}\n\n" for event in (choice, last))
         return web.Response(text=text + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    async def _step(self, request: web.Request, steps: asyncio.Queue[int | None]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while (count := await steps.get()) is not None:
+            await response.write(b"data: " + orjson.dumps({"choices": [_tokens(count)]}) + b"\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+
+def _tokens(count: int) -> dict[str, Any]:
+    entry = {"token_id": 1, "logprob": -1.0, "top_logprobs": []}
+    return {"token_ids": [1] * count, "logprobs": {"content": [entry] * count}}
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests.
@@ -327,3 +353,43 @@ async def test_memory_that_would_not_be_given_back_is_refused(engine: VllmEngine
     with pytest.raises(EngineRejected, match="--enable-sleep-mode"):
         await engine.release_memory()
     assert fake.calls == ["seamlessflow_state"]
+
+
+async def test_what_a_dying_server_gave_has_its_version_as_far_as_that_is_certain(
+    engine: VllmEngine, fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engines.vllm_witness.EVERY_S", 0.01)
+    fake.label, fake.steps = "3@00000000", asyncio.Queue()
+    stream = engine.generate([1], Sampling(9), request_id="r", salt="")
+    fake.steps.put_nowait(1)
+    spans = [(await anext(stream)).spans]
+    while spans[-1] is None:  # until the label has been read since
+        await asyncio.sleep(0.01)
+        fake.steps.put_nowait(1)
+        spans.append((await anext(stream)).spans)
+    settled = spans[-1][-1]
+    assert (settled.version, settled.start) == (3, 0)
+    assert 1 <= settled.end < len(spans)
+    fake.steps.put_nowait(None)
+    with pytest.raises(EngineUnavailable):
+        await anext(stream)
+
+
+async def test_tokens_that_may_be_of_two_versions_are_of_none_until_the_end(
+    engine: VllmEngine, fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engines.vllm_witness.EVERY_S", 0.01)
+    fake.label, fake.steps = "3@00000000", asyncio.Queue()
+    stream = engine.generate([1], Sampling(9), request_id="r", salt="")
+    fake.steps.put_nowait(1)
+    await anext(stream)
+    fake.label = "4@00000000"
+    await fake.until_label_is_read(3)
+    fake.steps.put_nowait(1)
+    spans = (await anext(stream)).spans
+    assert spans is None or spans[-1].end == 1  # the first one may have been settled before the change
+    await fake.until_label_is_read(3)
+    fake.steps.put_nowait(1)
+    assert (await anext(stream)).spans is None
+    await stream.aclose()
+    fake.steps.put_nowait(None)
