@@ -84,4 +84,5 @@ def _cast(words: Words, source: str, target: str) -> Words:
         return wide
     if target == "bfloat16":  # to the nearest, ties to even
         return ((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
-    return wide.view("<f4").astype("<f2").view("<u2")
+    with np.errstate(over="ignore"):  # infinity, as torch has it
+        return wide.view("<f4").astype("<f2").view("<u2")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +51,13 @@ ABILITIES = frozenset(
     }
 ) | frozenset().union(*FEATURES.values())
 """What an engine may be able to do. What it is not able to do it refuses, and the suite checks that it does."""
+
+
+DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: a test run that is killed leaves no server behind
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class Rig:
         log = folder / "engine.log"
         with log.open("ab") as output:
             started = subprocess.Popen(
-                [*launch.command, *self.arguments(folder)],
+                [sys.executable, "-c", DIE_WITH_PARENT, *launch.command, *self.arguments(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -160,9 +167,3 @@ class Rig:
     async def version(self, engine: Engine) -> str:
         """Of the engine's release."""
         raise NotImplementedError
-
-
-def copy_checkpoint(source: Path, target: Path) -> Path:
-    """A copy of a checkpoint, to be changed."""
-    shutil.copytree(source, target)
-    return target
