@@ -18,6 +18,8 @@ from workflows.spec import ModelSpec, NodeSpec, RunSpec
 BYTES = {"float32": 4, "bfloat16": 2}
 BASE_BYTES = 400 << 20
 """torch with an empty model."""
+SERVER_BYTES = 1600 << 20
+"""The processes of a real engine server with an empty model."""
 
 
 def check_memory(spec: RunSpec) -> Iterator[tuple[Location, str]]:
@@ -41,7 +43,8 @@ def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
     weights = parameters * BYTES[spec.model.dtype]
     total = 0
     if "rollout" in node.tags:
-        total += BASE_BYTES + weights + spec.engine.kv_tokens * kv_bytes_per_token(spec.model)
+        base = SERVER_BYTES if spec.engine.kind in ("sglang", "vllm") else BASE_BYTES
+        total += base + weights + spec.engine.kv_tokens * kv_bytes_per_token(spec.model)
     if "train" in node.tags:
         gang = sum(other.ranks for other in spec.nodes if "train" in other.tags)
         # Gradients in the model's type, then master weights and two Adam moments in float32, split by ZeRO.
