@@ -29,9 +29,14 @@ def cut_everywhere(last, whole=WHOLE, kind="abort"):
 
 
 async def ask_often(bench, times, *, stream, **request):
-    """The same request so many times at once: what was said, if that was always the same; and all recorded ids."""
-    client = await bench.client()
-    answers = await asyncio.gather(*(said(bench, client, stream=stream, **request) for _ in range(times)))
+    """The same request so many times: what was said, if that was always the same; and all recorded ids."""
+    client, room = await bench.client(), asyncio.Semaphore(16)
+
+    async def ask():
+        async with room:
+            return await said(bench, client, stream=stream, **request)
+
+    answers = await asyncio.gather(*(ask() for _ in range(times)))
     assert answers == [answers[0]] * times
     recorded = {tuple(turn.choices[0].recording.ids) for turn in (await bench.recorded()).turns}
     return answers[0], recorded
