@@ -86,10 +86,13 @@ CHECK_STEPS = 5
 
 
 def tokenizer() -> Tokenizer:
-    """One token per character or marker; no merges, so text that is appended never changes earlier ids."""
+    """One token per character or marker; no merges, so text that is appended never changes earlier ids.
+
+    Other characters become padding rather than nothing: a tokenizer that drops text is more than vLLM starts with.
+    """
     characters = {character: index for index, character in enumerate(CHARACTERS, start=len(MARKERS))}
     markers = {marker: index for index, marker in enumerate(MARKERS)}
-    made = Tokenizer(models.BPE(vocab=markers | characters, merges=[]))
+    made = Tokenizer(models.BPE(vocab=markers | characters, merges=[], unk_token=PAD))
     made.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in MARKERS])
     made.decoder = decoders.Fuse()
     return made
