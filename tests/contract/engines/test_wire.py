@@ -21,7 +21,7 @@ from workers.engines.embedded.engine import EmbeddedEngine
 from workers.engines.embedded.settings import Settings
 from workers.engines.scripted import ScriptedEngine
 from workers.engines.server import Server
-from workers.engines.sglang import SglangEngine
+from workers.engines.sglang import GATHER_S, SglangEngine
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LONG = 400
@@ -131,6 +131,12 @@ async def get(engine: SglangEngine, path: str) -> tuple[int, bytes]:
         return response.status, await response.read()
 
 
+async def calm(engine: SglangEngine) -> None:
+    """Returns when what a paused engine has made is read: the adapter lets its socket rest for a moment."""
+    await engine.stats()
+    await asyncio.sleep(10 * GATHER_S)
+
+
 async def idle(engine: SglangEngine) -> None:
     """Returns when the engine has no request left."""
     async with asyncio.timeout(20):
@@ -204,10 +210,9 @@ async def test_a_pause_stops_generation_and_loses_nothing(engine: SglangEngine, 
     assert await engine.ready()
     assert (await get(engine, "ready"))[0] == 503
     late = generate(engine, 2)
-    # The engine answers calls, so what it generated meanwhile would have arrived with them.
-    await engine.stats()
+    await calm(engine)
     stopped_at = len(generation.ids)
-    await engine.stats()
+    await calm(engine)
     assert len(generation.ids) == stopped_at < LONG
     assert not late.chunks
     await engine.resume()
