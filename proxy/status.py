@@ -184,6 +184,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "used": {
             **turn.used.to_json(),
             "truncated_sampling": turn.used.truncated,
+            "shaped_sampling": turn.used.shaped,
             "greedy": turn.used.temperature == 0,
         },
         "choices": choices,

@@ -94,6 +94,12 @@ class Used:
         """The log-probs are of a distribution that was cut to its likeliest tokens."""
         return self.top_p < 1 or self.top_k > 0
 
+    @property
+    def shaped(self) -> bool:
+        """The log-probs are of a distribution that a bias, a penalty or a grammar changed: not the policy's alone."""
+        changed = (self.presence_penalty, self.frequency_penalty, self.logit_bias)
+        return any(changed) or self.json_schema is not None
+
     def to_json(self) -> dict[str, Any]:
         """Without what is not in force; :meth:`from_json` is the inverse."""
         fixed = ("max_new_tokens", "temperature", "top_p", "seed", "stop")

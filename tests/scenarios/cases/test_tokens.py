@@ -196,30 +196,6 @@ async def test_case_68_an_empty_generation_is_no_parent_of_its_repetition(start_
     assert session.turns[0].choices[0].end == session.turns[0].prompt_end == session.turns[1].prompt_end
 
 
-async def test_case_71_72_what_the_agent_asked_and_what_was_used_are_both_recorded_and_logprobs_are_not_rescaled(
-    start_bench,
-):
-    ids = toy_ids("ab")
-    bench = await start_bench(Play(ids, logprobs=(-0.5, -1.25, -2.0)), sampling={"temperature": 0.6, "top_p": 1.0})
-    answer = await bench.ask(temperature=0, top_p=0.9, seed=5, logprobs=True)
-    turn = (await bench.turns())[0]
-    assert turn["asked"] == {"model": "any", "temperature": 0.0, "top_p": 0.9, "seed": 5}
-    assert (turn["used"]["temperature"], turn["used"]["top_p"]) == (0.6, 1.0)
-    assert bench.engine.requests[0].temperature == 0.6
-    assert (await bench.recorded()).turns[0].choices[0].recording.logprobs == [-0.5, -1.25, -2.0]
-    assert [entry.logprob for entry in answer.choices[0].logprobs.content] == [-0.5, -1.25]
-
-
-async def test_case_56_logprobs_of_a_stream_are_those_of_the_whole_answer(start_bench):
-    bench = await start_bench(Play(toy_ids("abc")), Play(toy_ids("abc")))
-    whole = await bench.ask(logprobs=True)
-    chunks = await bench.read(await bench.ask(logprobs=True, stream=True))
-    streamed = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
-    assert [(e.token, e.logprob) for e in streamed] == [(e.token, e.logprob) for e in whole.choices[0].logprobs.content]
-    silent = await bench.ask()
-    assert silent.choices[0].logprobs is None
-
-
 @pytest.mark.parametrize("stop", ["lo", "o W"])
 @pytest.mark.parametrize("chunk", [1, 4])
 async def test_case_47_a_stop_string_ends_the_answer_even_across_a_cut(start_bench, stop, chunk):
@@ -333,18 +309,3 @@ async def test_case_47_tokens_that_an_engine_wrote_past_the_stop_string_are_not_
     ids = (await recording_of(bench)).ids
     assert bytes(token - 3 for token in ids) == b"abSTOP"
     assert answer.usage.completion_tokens == len(ids)
-
-
-@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (0.6, False)])
-async def test_case_73_a_greedy_turn_is_marked_and_keeps_the_engine_s_log_probs(start_bench, temperature, greedy):
-    bench = await start_bench(Play(HELLO), evaluation={"temperature": temperature})
-    control = bench.proxy.control
-    await control.set_admission("demo", "eval/0", admit_until=1, target_in_flight=1, samples_per_task=1)
-    (sample,) = await control.claim_samples("demo", "eval/0", "w", 1)
-    bench.session = {"session": sample.session, "api_key": sample.api_key}
-    await bench.client_of(bench.session).chat.completions.create(**CHAT.body(temperature=0.3))
-    used = (await bench.turns())[0]["used"]
-    assert (used["greedy"], used["temperature"]) == (greedy, temperature)
-    assert bench.engine.requests[0].temperature == temperature
-    (output,) = bench.engine.outputs.values()
-    assert (await recording_of(bench)).logprobs == output.logprobs
