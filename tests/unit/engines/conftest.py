@@ -74,7 +74,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
                     # transformers starts norms at 1 and biases at 0, which would hide a mistake in them.
-                    spread = 0.5 if parameter.dim() > 1 else 0.2
+                    spread = 0.3 if parameter.dim() > 1 else 0.2
                     parameter.copy_(torch.randn_like(parameter) * spread + ("norm" in key))
             made[name, seed] = tmp_path_factory.mktemp(f"{name}-{seed}")
             model.save_pretrained(made[name, seed])
