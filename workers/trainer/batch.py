@@ -35,7 +35,7 @@ class Batch:
 
     def versions(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Weight version of each trained token."""
-        versions = [segment.versions for row in self.rows for segment in row.trajectory.segments]
+        versions = [row.columns.version_N for row in self.rows]
         return np.concatenate(versions) if versions else np.empty(0, np.int32)
 
 
@@ -74,9 +74,14 @@ def weigh(groups: Iterable[GroupRows], manifest: Manifest, algorithm: AlgorithmS
     weight_S = aggregation_weights(counts_S, aggregation=algorithm.aggregation)
     weights = dict(zip(names, weight_S.tolist(), strict=True))
     rows: list[WeightedTrajectory] = []
+    first = 0
     for group in groups:
         advantages = _advantages(group, algorithm)
-        rows += [WeightedTrajectory(row, advantages[row.session], weights[row.session]) for row in group.trajectories]
+        for row in group.trajectories:
+            name = row.session
+            scalars = {"advantage": advantages[name], "weight": weights[name]}
+            rows.append(WeightedTrajectory.of(row, first=first, sequence=names.index(name), **scalars))
+            first += row.trained
     return Batch(tuple(rows), manifest.temperature, len(groups), sum(group.masked for group in groups))
 
 

@@ -10,31 +10,65 @@ Every rank computes the same plan from the same trajectories, so nothing about i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from workers.trainer.rows import Floats, Segment, Trajectory
+from workers.trainer.rows import Floats, Ints, Segment, Trajectory
 
 Indices = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenColumns:
+    """What the loss knows of trained tokens, one array each; ``N`` of them, in the order in which they are packed."""
+
+    token_N: Indices
+    """Index of the token among all trained tokens of the batch; -1 for padding."""
+    engine_logprob_N: Floats
+    """As recorded at sampling."""
+    version_N: Ints
+    """Weight version that made the token."""
+    sequence_N: Indices
+    """Sequence (session or turn) the token belongs to, counted over the batch: for ratios of whole sequences."""
+    advantage_N: Floats
+    weight_N: Floats
+    """All weights of an optimizer step sum to 1 over ranks and micro-batches."""
+
+    @staticmethod
+    def concatenate(parts: Sequence[TokenColumns]) -> TokenColumns:
+        columns = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(TokenColumns)}
+        return TokenColumns(**columns)
+
+
 @dataclass(frozen=True)
 class WeightedTrajectory:
-    """A trajectory with what the loss needs to know of its session."""
+    """A trajectory with what the loss needs to know of its trained tokens, in their order on it."""
 
     trajectory: Trajectory
-    advantage: float
-    weight: float
-    """Of each trained token; all weights of a step sum to 1 over ranks and micro-batches."""
+    columns: TokenColumns
+
+    @classmethod
+    def of(cls, row: Trajectory, *, first: int, sequence: int, advantage: float, weight: float) -> WeightedTrajectory:
+        """One sequence, advantage and weight for all trained tokens, which are counted from ``first``."""
+        columns = TokenColumns(
+            token_N=np.arange(first, first + row.trained, dtype=np.int64),
+            engine_logprob_N=np.concatenate([segment.engine_logprobs for segment in row.segments]),
+            version_N=np.concatenate([segment.versions for segment in row.segments]),
+            sequence_N=np.full(row.trained, sequence, np.int64),
+            advantage_N=np.full(row.trained, advantage, np.float32),
+            weight_N=np.full(row.trained, weight, np.float32),
+        )
+        return cls(row, columns)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TokenColumns):
     """One packed sequence.
 
-    Shape suffixes: ``T`` tokens, ``N`` trained tokens, ``K`` tokens whose next token is trained.
+    Shape suffixes: ``T`` tokens, ``N`` trained tokens, ``K`` tokens whose next token is trained. Packing fills all but
+    the columns with a default, which are filled where the run's algorithm needs them.
     """
 
     ids_T: Indices
@@ -47,9 +81,17 @@ class MicroBatch:
     predictor_N: Indices
     """Indices into ``predictor_K``."""
     target_N: Indices
-    engine_logprob_N: Floats
-    advantage_N: Floats
-    weight_N: Floats
+    old_logprob_N: Floats | None = None
+    """Under the weights before the batch's first optimizer step; None: those that compute the loss are these."""
+    sequence_log_ratio_N: Floats | None = None
+    """Mean over the token's sequence of current - old log-prob; None: 0."""
+    importance_N: Floats | None = None
+    """Off-policy weight of the token; None: computed from the token alone."""
+    reference_logprob_N: Floats | None = None
+    value_N: Floats | None = None
+    """Of the state in front of the token, by the critic before the batch's first optimizer step."""
+    return_N: Floats | None = None
+    """What the critic is trained towards."""
 
 
 def plan(
@@ -107,18 +149,17 @@ class _Forest:
     nodes: dict[tuple[int, int], _Node] = field(default_factory=dict)
     predictors: list[Indices] = field(default_factory=list)
     targets: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    logprobs: list[Floats] = field(default_factory=list)
-    advantages: list[Floats] = field(default_factory=list)
-    weights: list[Floats] = field(default_factory=list)
+    columns: list[TokenColumns] = field(default_factory=list)
 
     def add(self, row: WeightedTrajectory) -> None:
+        self.columns.append(row.columns)
         parent: _Node | None = None
         for segment in row.trajectory.segments:
             node = self.nodes.get(segment.key)
             if node is None:
                 node = self.nodes[segment.key] = self._place(segment, parent)
             if len(segment.trained):
-                self._train(segment, node, parent, row)
+                self._train(segment, node, parent)
             parent = node
 
     def _place(self, segment: Segment, parent: _Node | None) -> _Node:
@@ -132,15 +173,12 @@ class _Forest:
             ancestors=(*(() if parent is None else parent.ancestors), slice(start, start + length)),
         )
 
-    def _train(self, segment: Segment, node: _Node, parent: _Node | None, row: WeightedTrajectory) -> None:
+    def _train(self, segment: Segment, node: _Node, parent: _Node | None) -> None:
         predictor = segment.trained.astype(np.int64) + node.start - 1
         if segment.trained[0] == 0 and parent is not None:
             predictor[0] = parent.last
         self.predictors.append(predictor)
         self.targets.append(segment.ids[segment.trained])
-        self.logprobs.append(segment.engine_logprobs)
-        self.advantages.append(np.full(len(predictor), row.advantage, dtype=np.float32))
-        self.weights.append(np.full(len(predictor), row.weight, dtype=np.float32))
 
     def micro_batch(self, *, plain: bool) -> MicroBatch:
         predictor_K, predictor_N = np.unique(np.concatenate(self.predictors), return_inverse=True)
@@ -152,9 +190,7 @@ class _Forest:
             predictor_K=predictor_K,
             predictor_N=predictor_N.astype(np.int64),
             target_N=np.concatenate(self.targets).astype(np.int64),
-            engine_logprob_N=np.concatenate(self.logprobs),
-            advantage_N=np.concatenate(self.advantages),
-            weight_N=np.concatenate(self.weights),
+            **vars(TokenColumns.concatenate(self.columns)),
         )
 
     def _mask(self) -> npt.NDArray[np.bool_]:
@@ -174,7 +210,10 @@ def _without_weight(batch: MicroBatch) -> MicroBatch:
         predictor_K=np.zeros(1, np.int64),
         predictor_N=np.zeros(1, np.int64),
         target_N=batch.target_N[:1],
+        token_N=np.full(1, -1, np.int64),
         engine_logprob_N=batch.engine_logprob_N[:1],
+        version_N=batch.version_N[:1],
+        sequence_N=batch.sequence_N[:1],
         advantage_N=np.zeros(1, np.float32),
         weight_N=np.zeros(1, np.float32),
     )

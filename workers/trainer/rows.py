@@ -35,6 +35,8 @@ class Segment:
     """Per trained token, as recorded at sampling."""
     versions: Ints
     """Per trained token, the weight version that made it."""
+    generation: str = ""
+    """The generation it belongs to; empty for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class _Walker:
         versions = span.token_versions()
         keep = (versions >= 0) & self._trainable(session, index)
         self.masked += int((~keep).sum())
-        return Segment(key, span.ids, np.flatnonzero(keep).astype(np.int32), span.logprobs[keep], versions[keep])
+        trained = np.flatnonzero(keep).astype(np.int32)
+        return Segment(key, span.ids, trained, span.logprobs[keep], versions[keep], span.generation)
 
     def _trainable(self, session: SessionRow, index: int) -> bool:
         span = self._shard.spans[index]

@@ -13,7 +13,7 @@ from torch import Tensor
 from storage.manifests import Manifest
 from workers.trainer.batch import Batch, weigh
 from workers.trainer.objective import Objective, StepSums, token_logprobs
-from workers.trainer.packing import MicroBatch, WeightedTrajectory, pack, plan
+from workers.trainer.packing import MicroBatch, TokenColumns, WeightedTrajectory, pack, plan
 from workers.trainer.rows import group_rows
 from workflows.spec import AlgorithmSpec
 
@@ -39,7 +39,7 @@ def test_logprobs_and_entropy_by_hand() -> None:
 def test_weights_of_a_step_sum_to_one_whatever_the_aggregation(make: Any) -> None:
     for aggregation in ("token_mean", "sequence_mean"):
         batch = _batch(make, AlgorithmSpec(aggregation=aggregation))
-        assert sum(row.weight * row.trajectory.trained for row in batch.rows) == pytest.approx(1.0, rel=1e-6)
+        assert sum(float(row.columns.weight_N.sum()) for row in batch.rows) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_a_session_with_two_leaves_counts_once_in_its_group_s_statistics(make: Any) -> None:
@@ -53,8 +53,10 @@ def test_a_session_with_two_leaves_counts_once_in_its_group_s_statistics(make: A
 
     batch = weigh([rows], Manifest("demo", 0, 0, (), temperature=1.0), AlgorithmSpec(advantage_std=False))
 
-    assert [(row.trajectory.session, row.advantage) for row in batch.rows] == [("a", 0.5)] * 3 + [("b", -0.5)]
-    assert [row.weight for row in batch.rows] == pytest.approx([1 / 5] * 4)  # a: 1 + 3 tokens, b: 1
+    assert [row.trajectory.session for row in batch.rows] == ["a", "a", "a", "b"]
+    tokens = TokenColumns.concatenate([row.columns for row in batch.rows])
+    assert tokens.advantage_N.tolist() == [0.5] * 4 + [-0.5]
+    assert tokens.weight_N == pytest.approx([1 / 5] * 5)  # a: 1 + 3 tokens, b: 1
 
 
 def test_the_first_update_of_a_batch_has_ratio_one_and_the_policy_gradient(make: Any) -> None:

@@ -14,7 +14,11 @@ from workers.trainer.rows import group_rows
 
 def _weighted(shard: Any, weight: float = 0.1) -> list[WeightedTrajectory]:
     group = group_rows(shard, [row.id for row in shard.sessions])
-    return [WeightedTrajectory(row, float(n), weight) for n, row in enumerate(group.trajectories)]
+    first = np.cumsum([0, *(row.trained for row in group.trajectories)])
+    return [
+        WeightedTrajectory.of(row, first=int(first[n]), sequence=n, advantage=float(n), weight=weight)
+        for n, row in enumerate(group.trajectories)
+    ]
 
 
 def _context(batch: MicroBatch, token: int) -> list[int]:
@@ -43,6 +47,8 @@ def test_each_token_sees_its_own_trajectory_and_nothing_else(make: Any) -> None:
     # 10 is predicted by the prompt's last token, as 7 is, not by the token in front of it in the sequence
     assert batch.predictor_K[batch.predictor_N].tolist() == [1, 2, 4, 1]
     assert batch.advantage_N.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert batch.token_N.tolist() == [0, 1, 2, 3]
+    assert batch.sequence_N.tolist() == [0, 0, 0, 1]
 
 
 def test_a_single_trajectory_needs_no_mask(make: Any) -> None:
@@ -80,7 +86,7 @@ def test_each_trained_token_is_on_exactly_one_rank_and_all_ranks_have_as_many_mi
 def test_a_rank_without_work_of_its_own_takes_part_with_weight_zero(make: Any) -> None:
     (row, *_) = _weighted(make.random_shard(0, 1))
     (batch,), _ = plan([row], rank=1, ranks=2, micro_batch=4)
-    assert batch.weight_N.tolist() == [0.0]
+    assert (batch.weight_N.tolist(), batch.token_N.tolist()) == ([0.0], [-1])
     assert batch.advantage_N.tolist() == [0.0]
 
 
