@@ -255,7 +255,7 @@ class RlStep:
             checkpoint=checkpoint,
             metrics=metrics,
             intervals=tuple(TrainInterval(node=o.node, start=o.start, end=o.end) for o in outcomes),
-            keep_weights=self.task.spec.pipeline.max_staleness + SPARE_VERSIONS,
+            keep_weights=pipeline.policy_of(self.task.spec).staleness + SPARE_VERSIONS,
         )
         committed = await calls.on_control(
             "commit_step", commit, CheckpointRef, summary=f"commit version {checkpoint.version}"

@@ -234,19 +234,30 @@ class TrainerSpec(Spec):
 
 
 class PipelineSpec(Spec):
-    name: Literal["multiplexed", "naive"] = "multiplexed"
-    """``multiplexed``: train nodes are pre-empted while the others keep rolling out (one step off policy).
-    ``naive``: rollout stops everywhere while training runs (on policy)."""
+    name: Literal["colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed"] = "multiplexed"
+    """``colocated``: all nodes roll out, then the train nodes train and rollout is held. ``disaggregated``: train nodes
+    only train, rollout is held meanwhile. ``micro_batch``: the same, with gradients accumulated as groups complete.
+    ``off_policy``: train nodes only train, the others never stop. ``multiplexed``: train nodes roll out too and are
+    pre-empted for each update while the others go on."""
     steps: int = Field(default=10, ge=1)
     """Policy updates."""
-    max_staleness: int = Field(default=1, ge=0)
-    """How many updates old the weights that started a group may be when it is trained; always 0 with ``naive``."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """How many updates old the weights that started a group may be when it is trained. None: 1 with ``off_policy`` and
+    ``multiplexed``; the other pipelines are on policy and take no such bound."""
     target_in_flight: int = Field(default=64, ge=1)
     """Sessions kept running."""
     batch_time_limit_s: float = Field(default=600.0, gt=0)
     """A step waits at most this long for its groups, then takes what is complete."""
     hold_limit_s: float = Field(default=600.0, gt=0)
     """A request waits at most this long for a route before its session ends as an infrastructure failure."""
+
+    @model_validator(mode="after")
+    def _staleness_can_act(self) -> PipelineSpec:
+        if self.max_staleness and self.name in ("colocated", "disaggregated", "micro_batch"):
+            raise ValueError(
+                f"max_staleness {self.max_staleness} does nothing with the on-policy pipeline {self.name!r}: remove it"
+            )
+        return self
 
 
 class JournalSpec(Spec):
@@ -300,6 +311,7 @@ class RunSpec(Spec):
         for tag in ("rollout", "train"):
             if not any(tag in node.tags for node in self.nodes):
                 raise ValueError(f"nodes: no node has the tag {tag!r}: a run needs at least one")
+        self._someone_rolls_out()
         if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1"
@@ -309,6 +321,15 @@ class RunSpec(Spec):
         if self.evaluation.every and self.data.held_out is None:
             raise ValueError("evaluation.every needs held-out tasks: set data.held_out")
         return self
+
+    def _someone_rolls_out(self) -> None:
+        name = self.pipeline.name
+        left = any("rollout" in node.tags and "train" not in node.tags for node in self.nodes)
+        if name in ("disaggregated", "micro_batch", "off_policy") and not left:
+            raise ValueError(
+                f"pipeline.name {name!r} keeps train nodes from rollout, and every node with the tag 'rollout' has the "
+                "tag 'train': take one of them away from a node"
+            )
 
     def digest(self) -> str:
         """sha256 over the canonical JSON of the run file: two files with one digest ask for the same run."""

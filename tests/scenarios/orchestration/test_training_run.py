@@ -314,8 +314,8 @@ async def test_values_can_be_changed_while_a_run_lives_and_bad_ones_are_refused(
     assert (await run.result()).steps == 1
 
 
-async def test_a_naive_run_starts_a_batch_only_when_every_engine_serves_the_new_weights(world: FakeWorld) -> None:
-    await (await world.start(world.spec(pipeline={"steps": 2, "name": "naive"}))).result()
+async def test_an_on_policy_run_starts_a_batch_only_when_every_engine_serves_the_new_weights(world: FakeWorld) -> None:
+    await (await world.start(world.spec(pipeline={"steps": 2, "name": "colocated"}))).result()
     assert world.admitted == [2, 4]
     for node in ("a", "b"):
         assert world.position(f"route {node} open 1") < world.position("wait for batch 1")
