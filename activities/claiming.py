@@ -61,7 +61,7 @@ class ClaimWait:
             self._task.lineage,
             self._task.step,
             self._policy.groups_per_step,
-            drop_zero_variance=spec.algorithm.drop_zero_variance,
+            drop_zero_variance=spec.algorithm.drops_zero_variance,
             min_version=self._policy.min_version(self._task.step),
             take_partial=late,
         )

@@ -20,7 +20,7 @@ from cli import memory, targets
 from cli.runfile import Document, Location, Problem, RunFileError, absolute, read_document, validate
 from workers.engines.embedded.architectures import SUPPORTED
 from workers.engines.kinds import KINDS
-from workflows.spec import AgentSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec
+from workflows.spec import AgentSpec, AlgorithmSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 MOST_DATA_PROBLEMS = 5
@@ -81,6 +81,8 @@ def _world(document: Document, spec: RunSpec | None) -> Found:
         yield from check_reward(reward, code)
     if engine:
         yield from check_engine(engine)
+    if (algorithm := _section(AlgorithmSpec, data.get("algorithm", {}))) is not None:
+        yield from check_algorithm(algorithm, code)
     for index, node in nodes:
         yield from check_node(node, index)
     if spec is not None:
@@ -144,6 +146,18 @@ def check_engine(engine: EngineSpec) -> Found:
         yield ("engine", "kind"), f"{engine.kind!r} is not supported here, only {', '.join(sorted(KINDS))}"
     elif (reason := KINDS[engine.kind].problem(engine)) is not None:
         yield ("engine", place), reason
+
+
+def check_algorithm(algorithm: AlgorithmSpec, code: Path) -> Found:
+    """The user's functions exist, and the folders of other models."""
+    for name in ("advantage", "loss"):
+        target = getattr(algorithm, name)
+        if target is not None and ":" in target:
+            yield from _check_target(("algorithm", name), target, code)
+    for name in ("reference", "critic"):
+        folder = getattr(algorithm, name)
+        if folder is not None and not (Path(folder) / "config.json").is_file():
+            yield ("algorithm", name), f"{folder} holds no config.json: give the directory of a Hugging Face causal LM"
 
 
 def check_node(node: NodeSpec, index: int) -> Found:

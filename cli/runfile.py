@@ -23,7 +23,13 @@ from workflows.spec import RunSpec
 
 Location = tuple[str | int, ...]
 
-PATHS: tuple[Location, ...] = (("model", "path"), ("data", "path"), ("data", "held_out"))
+PATHS: tuple[Location, ...] = (
+    ("model", "path"),
+    ("data", "path"),
+    ("data", "held_out"),
+    ("algorithm", "reference"),
+    ("algorithm", "critic"),
+)
 """Fields of the run file that are paths."""
 
 

@@ -11,16 +11,13 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from workflows.algorithm import AlgorithmSpec as AlgorithmSpec
+from workflows.section import Spec as Spec
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Tag = Literal["rollout", "train", "critic", "reference", "reward", "agent"]
-
-
-class Spec(BaseModel):
-    """Base of every section: unknown keys are refused, values do not change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelSpec(Spec):
@@ -175,40 +172,6 @@ class EngineSpec(Spec):
         for name in unused:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} does nothing with kind {self.kind!r}: remove it")
-        return self
-
-
-class AlgorithmSpec(Spec):
-    name: Literal["grpo"] = "grpo"
-    """Advantage estimator and loss."""
-    group_size: int = Field(default=8, ge=2)
-    """Samples per task (G)."""
-    groups_per_step: int = Field(default=8, ge=1)
-    """Tasks per policy update (P)."""
-    advantage_std: bool = True
-    """Divide group advantages by the group's standard deviation (GRPO); False is Dr. GRPO."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of the ratio is ``1 - clip_low``."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """Upper clip of the ratio is ``1 + clip_high``."""
-    dual_clip: float | None = Field(default=3.0, gt=1)
-    """Bound of the loss where the advantage is negative; None switches it off."""
-    old_logprobs: Literal["recompute", "engine"] = "recompute"
-    """``recompute``: the trainer's weights before the update give the old log-probs. ``engine``: those of sampling.
-    A batch is one optimizer step, so with ``recompute`` the ratio is 1 and none of the clips acts."""
-    importance_cap: float | None = Field(default=2.0, gt=0)
-    """With ``recompute``: truncated importance weight exp(recomputed - engine), per token; None: no correction."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Reserved for a reference model; only 0 is accepted until a reference role exists."""
-    drop_zero_variance: bool = True
-    """Groups whose rewards are all equal end as ``filtered(zero_variance)``."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """How token losses are averaged."""
-
-    @model_validator(mode="after")
-    def _no_reference_yet(self) -> AlgorithmSpec:
-        if self.kl_coefficient:
-            raise ValueError("kl_coefficient needs a reference role, which this release does not have: set it to 0")
         return self
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from workers.trainer.objective import Objective, StepSums
+from workers.trainer.objective import Objective, StepSums, ValueObjective
 from workers.trainer.packing import MicroBatch
 
 T = TypeVar("T")
@@ -48,8 +48,17 @@ class TrainingBackend(Protocol):
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         """Log-probs of the trained tokens under the weights held now; nothing changes."""
 
+    def reference_logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
+        """The same by the run's reference model, which never changes."""
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[npt.NDArray[np.float32]]:
+        """The critic's value of the state in front of each trained token."""
+
+    def update_critic(self, batches: Sequence[MicroBatch], objective: ValueObjective) -> float:
+        """One step of the critic's own optimizer; the loss over all ranks."""
+
     def save(self, folder: Path) -> None:
-        """Write model and optimizer state into ``folder``; each rank writes its part."""
+        """Write model and optimizer state, also the critic's, into ``folder``; each rank writes its part."""
 
     def load(self, folder: Path) -> None:
         """Take over what :meth:`save` wrote, with the same world size."""

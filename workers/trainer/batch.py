@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
-from algorithms.advantages import group_advantages
-from algorithms.policy_loss import aggregation_weights
+from algorithms.aggregation import aggregation_weights
+from algorithms.corrections import fresh
 from storage.errors import ConfigError, IntegrityError
 from storage.manifests import Manifest, read_manifest
 from storage.objects import ObjectStore
 from storage.shards import decode
+from workers.trainer.credit import Evidence, assign_credit, gather_evidence
 from workers.trainer.messages import UpdateRequest
-from workers.trainer.packing import WeightedTrajectory
-from workers.trainer.rows import GroupRows, group_rows
+from workers.trainer.packing import TokenColumns, WeightedTrajectory
+from workers.trainer.rows import Floats, GroupRows, Trajectory, group_rows
 from workflows.spec import AlgorithmSpec
 
 
@@ -25,18 +26,33 @@ from workflows.spec import AlgorithmSpec
 class Batch:
     """All trajectories of a step, for all ranks."""
 
-    rows: tuple[WeightedTrajectory, ...]
-    """Empty if no token can be trained."""
+    minibatches: tuple[tuple[WeightedTrajectory, ...], ...]
+    """Trajectories of each optimizer step of an epoch; none if no token can be trained."""
+    evidence: Evidence
     temperature: float
     """At which the tokens were sampled."""
+    step: int
+    """Also the weight version before the update."""
     groups: int
     masked: int
     """Completion tokens that stay context."""
 
+    @property
+    def rows(self) -> tuple[WeightedTrajectory, ...]:
+        return tuple(row for part in self.minibatches for row in part)
+
+    @property
+    def trained(self) -> int:
+        """Tokens with a share in the loss."""
+        return sum(int((row.columns.weight_N > 0).sum()) for row in self.rows)
+
+    def columns(self) -> TokenColumns:
+        """Of all trained tokens, in order."""
+        return TokenColumns.concatenate([row.columns for row in self.rows])
+
     def versions(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Weight version of each trained token."""
-        versions = [row.columns.version_N for row in self.rows]
-        return np.concatenate(versions) if versions else np.empty(0, np.int32)
+        return self.columns().version_N if self.rows else np.empty(0, np.int32)
 
 
 def read_batch(store: ObjectStore, request: UpdateRequest, run: str, algorithm: AlgorithmSpec) -> Batch:
@@ -58,37 +74,85 @@ def read_batch(store: ObjectStore, request: UpdateRequest, run: str, algorithm: 
         raise ConfigError(
             "sampling.temperature 0 is greedy: such samples have no log-prob to train on; use a value above 0"
         )
-    groups = [group_rows(decode(store.get(g.key, sha256=g.sha256)), g.sessions) for g in manifest.groups]
+    oldest = 0
+    if algorithm.token_staleness is not None and algorithm.stale_tokens == "drop":
+        oldest = manifest.step - algorithm.token_staleness
+    groups = [group_rows(decode(store.get(g.key, sha256=g.sha256)), g.sessions, oldest=oldest) for g in manifest.groups]
     return weigh(groups, manifest, algorithm)
 
 
 def weigh(groups: Iterable[GroupRows], manifest: Manifest, algorithm: AlgorithmSpec) -> Batch:
-    """Give each trajectory its session's advantage and its tokens' share of the batch loss."""
+    """Give each trained token its share of the loss and, unless a model is asked for it first, its advantage."""
     groups = list(groups)
-    tokens: Counter[str] = Counter()
-    for group in groups:
-        for row in group.trajectories:
-            tokens[row.session] += row.trained
-    names = list(tokens)
-    counts_S = torch.tensor([tokens[name] for name in names], dtype=torch.int64)
-    weight_S = aggregation_weights(counts_S, aggregation=algorithm.aggregation)
-    weights = dict(zip(names, weight_S.tolist(), strict=True))
-    rows: list[WeightedTrajectory] = []
+    evidence = gather_evidence(groups)
+    parts: list[tuple[WeightedTrajectory, ...]] = []
     first = 0
-    for group in groups:
-        advantages = _advantages(group, algorithm)
-        for row in group.trajectories:
-            name = row.session
-            scalars = {"advantage": advantages[name], "weight": weights[name]}
-            rows.append(WeightedTrajectory.of(row, first=first, sequence=names.index(name), **scalars))
-            first += row.trained
-    return Batch(tuple(rows), manifest.temperature, len(groups), sum(group.masked for group in groups))
+    for part in deal(groups, algorithm.minibatches):
+        rows = [row for group in part for row in group.trajectories]
+        if rows:
+            parts.append(_weighted(rows, first, evidence, manifest.step, algorithm))
+            first += sum(len(row.turns) for row in rows)
+    masked = sum(group.masked for group in groups)
+    batch = Batch(tuple(parts), evidence, manifest.temperature, manifest.step, len(groups), masked)
+    if not parts or asks_models(algorithm):
+        return batch
+    weight_N = torch.from_numpy(batch.columns().weight_N)
+    return with_advantages(batch, assign_credit(evidence, algorithm, weight_N).advantage_N.numpy())
 
 
-def _advantages(group: GroupRows, algorithm: AlgorithmSpec) -> dict[str, float]:
-    reward_S = torch.tensor(list(group.rewards.values()), dtype=torch.float64)
-    try:
-        advantage_S = group_advantages(reward_S, divide_by_std=algorithm.advantage_std)
-    except ValueError as error:
-        raise IntegrityError(f"group of sessions {', '.join(group.rewards)}: {error}") from error
-    return dict(zip(group.rewards, advantage_S.tolist(), strict=True))
+def asks_models(algorithm: AlgorithmSpec) -> bool:
+    """Whether advantages depend on values or on the KL to a reference."""
+    return algorithm.has_critic or (algorithm.kl != "none" and algorithm.kl_in == "reward")
+
+
+def with_advantages(batch: Batch, advantage_N: Floats) -> Batch:
+    """The same batch with an advantage for each trained token, in order."""
+
+    def filled(row: WeightedTrajectory) -> WeightedTrajectory:
+        columns = replace(row.columns, advantage_N=advantage_N[row.columns.token_N])
+        return WeightedTrajectory(row.trajectory, columns)
+
+    return replace(batch, minibatches=tuple(tuple(map(filled, part)) for part in batch.minibatches))
+
+
+def deal(groups: Sequence[GroupRows], parts: int) -> list[Sequence[GroupRows]]:
+    """Whole groups, in order, to as equal parts as can be; no part is empty.
+
+    Samples of a group share their prompt, and a session's tokens belong in one optimizer step.
+    """
+    parts = min(parts, len(groups))
+    ends = [len(groups) * part // parts for part in range(parts + 1)] if parts else []
+    return [groups[start:end] for start, end in pairwise(ends)]
+
+
+def _weighted(
+    rows: Sequence[Trajectory], first: int, evidence: Evidence, step: int, algorithm: AlgorithmSpec
+) -> tuple[WeightedTrajectory, ...]:
+    """The trajectories of one optimizer step, which trains tokens ``first`` and following."""
+    trained = [len(row.turns) for row in rows]
+    session_N = evidence.session_N[first : first + sum(trained)]
+    tokens_S = torch.bincount(session_N, minlength=len(evidence.reward_S))
+    weight_S = aggregation_weights(
+        tokens_S, aggregation=algorithm.aggregation_used, length=algorithm.aggregation_length
+    )
+    weight_N = weight_S[session_N].numpy()
+    sequence_N = (evidence.session_N if algorithm.sequence == "session" else evidence.turn_N).numpy()
+    weighted = []
+    for row, (start, end) in zip(rows, pairwise(np.cumsum([0, *trained])), strict=True):
+        columns = TokenColumns(
+            token_N=np.arange(first + start, first + end),
+            engine_logprob_N=row.engine_logprobs,
+            version_N=row.versions,
+            sequence_N=sequence_N[first + start : first + end],
+            advantage_N=np.zeros(end - start, np.float32),
+            weight_N=weight_N[start:end],
+        )
+        weighted.append(WeightedTrajectory(row, _without_stale(columns, step, algorithm.token_staleness)))
+    return tuple(weighted)
+
+
+def _without_stale(columns: TokenColumns, step: int, cap: int | None) -> TokenColumns:
+    if cap is None:
+        return columns
+    keep_N = fresh(torch.from_numpy(columns.version_N), step=step, cap=cap).numpy()
+    return replace(columns, weight_N=np.where(keep_N, columns.weight_N, np.float32(0)))

@@ -21,8 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from storage.errors import ConfigError, GangLost
 from workers.trainer.backend import StepOutcome
+from workers.trainer.critic import ValueModel
 from workers.trainer.launch import Launch
-from workers.trainer.objective import Objective, StepSums, token_logprobs
+from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
 from workers.trainer.packing import MicroBatch
 from workers.trainer.publish import write_model
 
@@ -42,6 +43,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _TAG = "state"
+_CRITIC_LEARNING_RATE = 1e-5
 _BUCKET = 2**24
 """Elements that are reduced or gathered together."""
 
@@ -55,6 +57,8 @@ class DeepSpeedBackend:
         self._launch = launch
         self._spec = launch.spec
         self._engine: Any = None
+        self._reference: Any = None
+        self._critic: Any = None
         self._device = torch.device("cpu")
         self._clipped_norm = 0.0
         self.packs = False
@@ -72,26 +76,39 @@ class DeepSpeedBackend:
         self._meet()
         if self._spec.model.dtype == "bfloat16" and all(self.gather(_bfloat16_instructions(self._device))):
             self.compute_dtype = "bfloat16"
-        model = self._model()
+        model = self._model(self._spec.model.path, "model.path")
         self.packs = _full_attention(model)
         if not self.packs:
             _log.info("%s has layers without full attention: shared prefixes are computed anew", type(model).__name__)
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=self._spec.trainer.learning_rate,
-            betas=self._spec.trainer.betas,
-            weight_decay=self._spec.trainer.weight_decay,
-        )
-        self._engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config())
+        self._engine = self._trained(model, self._spec.trainer.learning_rate)
         if self._spec.trainer.zero_stage == 0:
             self._engine.clip_fp32_gradients = self._clip
+        self._companions()
+
+    def _companions(self) -> None:
+        """The reference, whole on each rank, and the critic: where the run's algorithm has them."""
+        algorithm, initial = self._spec.algorithm, self._spec.model.path
+        if algorithm.kl != "none":
+            self._reference = self._model(algorithm.reference or initial, "algorithm.reference").eval()
+        if algorithm.has_critic:
+            model = ValueModel(self._model(algorithm.critic or initial, "algorithm.critic"))
+            self._critic = self._trained(model, algorithm.critic_learning_rate or _CRITIC_LEARNING_RATE)
+
+    def _trained(self, model: Any, learning_rate: float) -> Any:
+        """A DeepSpeed engine around a model."""
+        trainer = self._spec.trainer
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
+        )
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config())
         # No dropout: the log-probs of the forward pass that trains must be those of the policy that sampled.
-        self._engine.eval()
+        engine.eval()
+        return engine
 
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
         sums = StepSums()
         for batch in batches:
-            loss, part = objective(self._logits(batch), batch)
+            loss, part = objective(self._logits(self._engine, batch), batch)
             sums.add(part)
             # DeepSpeed averages gradients over ranks; the weights in the loss already normalise over all of them.
             self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
@@ -102,19 +119,37 @@ class DeepSpeedBackend:
         return StepOutcome(total, self._grad_norm())
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
-        with torch.no_grad():
-            return [
-                token_logprobs(self._logits(batch), self._tensor(batch.target_N), temperature)[0].cpu().numpy()
-                for batch in batches
-            ]
+        return self._logprobs(self._engine, batches, temperature)
+
+    def reference_logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
+        return self._logprobs(self._reference, batches, temperature)
+
+    @torch.no_grad()
+    def values(self, batches: Sequence[MicroBatch]) -> list[npt.NDArray[np.float32]]:
+        return [self._values(batch).float().cpu().numpy() for batch in batches]
+
+    def update_critic(self, batches: Sequence[MicroBatch], objective: ValueObjective) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = objective(self._values(batch), batch)
+            total += float(loss.detach())
+            self._critic.backward(loss * self.world_size, scale_wrt_gas=False)
+        self._critic.step()
+        return sum(self.gather(total))
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        for name, engine in self._engines(folder).items():
+            engine.save_checkpoint(name, tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
-        if path is None:
-            raise ConfigError(f"{folder} holds no DeepSpeed checkpoint for a gang of {self.world_size} ranks")
+        for name, engine in self._engines(folder).items():
+            path, _ = engine.load_checkpoint(name, tag=_TAG)
+            if path is None:
+                raise ConfigError(f"{name} holds no DeepSpeed checkpoint for a gang of {self.world_size} ranks")
+
+    def _engines(self, folder: Path) -> dict[str, Any]:
+        """By the folder of their state in a checkpoint."""
+        return {str(folder): self._engine} | ({} if self._critic is None else {str(folder / "critic"): self._critic})
 
     def publish(self, folder: Path) -> None:
         if self.rank == 0:
@@ -169,10 +204,9 @@ class DeepSpeedBackend:
                 f"{launch.master_addr}:{launch.master_port}: {error}"
             ) from error
 
-    def _model(self) -> Any:
-        path = self._spec.model.path
+    def _model(self, path: str, key: str) -> Any:
         if not (Path(path) / "config.json").is_file():
-            raise ConfigError(f"model.path {path}: no config.json there; it must be a Hugging Face model directory")
+            raise ConfigError(f"{key} {path}: no config.json there; it must be a Hugging Face model directory")
         dtype = getattr(torch, self.compute_dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         return model.to(self._device)
@@ -198,18 +232,31 @@ class DeepSpeedBackend:
             "steps_per_print": None,
         }
 
-    def _logits(self, batch: MicroBatch) -> Tensor:
+    @torch.no_grad()
+    def _logprobs(self, model: Any, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
+        return [
+            token_logprobs(self._logits(model, batch), self._tensor(batch.target_N), temperature)[0].cpu().numpy()
+            for batch in batches
+        ]
+
+    def _logits(self, model: Any, batch: MicroBatch) -> Tensor:
         """Of the trained tokens only: the vocabulary projection of a prompt is computed for nothing. Shape (N, V)."""
-        mask = None if batch.mask_TT is None else self._tensor(batch.mask_TT)[None, None]
-        output = self._engine(
-            input_ids=self._tensor(batch.ids_T)[None],
-            position_ids=self._tensor(batch.depth_T)[None],
-            attention_mask=mask,
-            logits_to_keep=self._tensor(batch.predictor_K),
-            use_cache=False,
-        )
-        logits_NV: Tensor = output.logits[0, self._tensor(batch.predictor_N)]
+        logits_NV: Tensor = model(**self._arguments(batch)).logits[0, self._tensor(batch.predictor_N)]
         return logits_NV
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        values_N: Tensor = self._critic(**self._arguments(batch))[self._tensor(batch.predictor_N)]
+        return values_N
+
+    def _arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """Of a model's forward pass."""
+        return {
+            "input_ids": self._tensor(batch.ids_T)[None],
+            "position_ids": self._tensor(batch.depth_T)[None],
+            "attention_mask": None if batch.mask_TT is None else self._tensor(batch.mask_TT)[None, None],
+            "logits_to_keep": self._tensor(batch.predictor_K),
+            "use_cache": False,
+        }
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -37,23 +37,31 @@ class UpdateMetrics(Message):
     """Figures of one update, over all ranks. A mean over tokens is over trained tokens."""
 
     loss: float
-    """Policy loss of the batch before the update."""
+    """Policy loss of the batch, KL and entropy terms included; mean over its optimizer steps."""
     grad_norm: float
-    """Global L2 norm of the gradient before clipping."""
+    """Global L2 norm of the gradient before clipping; mean over the batch's optimizer steps."""
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped, or whose loss the dual clip bounded."""
     ratio_max: float
     """Largest exp(current - old log-prob)."""
     importance_mean: float
-    """Mean truncated importance weight; 1 when the correction is off."""
+    """Mean off-policy weight, truncated or masked; 1 when the correction is off."""
+    correction_masked: float = 0.0
+    """Share of trained tokens whose off-policy weight is 0."""
     logprob_gap_mean: float
     """Mean of |trainer - engine| log-prob."""
     logprob_gap_max: float
     """Largest |trainer - engine| log-prob."""
     entropy: float
     """Mean entropy of the trainer's next-token distribution, in nats, at the sampling temperature."""
+    reference_kl: float = 0.0
+    """Mean k3 estimate of KL(policy || reference), in nats; 0 without a reference."""
     advantage_abs_mean: float
     """Mean |advantage| per trained token."""
+    value_loss: float = 0.0
+    """Critic's loss of the batch; 0 without a critic."""
+    explained_variance: float = 0.0
+    """1 - var(return - value) / var(return), by the critic before the update; 0 without one."""
     tokens: int
     """Trained tokens: each counts once, however many leaves share it."""
     tokens_masked: int
@@ -63,11 +71,11 @@ class UpdateMetrics(Message):
     tokens_in_rows: int
     """Tokens on those, context included; shared ones once per trajectory."""
     tokens_computed: int
-    """Tokens of the forward passes: a span shared by the trajectories of a micro-batch counts once."""
+    """Tokens of the policy's forward passes: a span shared by the trajectories of a micro-batch counts once."""
     groups: int
     """Groups in the manifest."""
     optimizer_steps: int
-    """0 when nothing in the batch could be trained, else 1."""
+    """Of the policy: 0 when nothing in the batch could be trained, else ``epochs`` x ``minibatches``."""
     staleness_mean: float
     """Mean of (step - weight version of the token)."""
     staleness_max: int

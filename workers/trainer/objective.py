@@ -5,13 +5,28 @@ Shape suffixes: ``N`` trained tokens of the micro-batch, ``V`` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from algorithms.policy_loss import clipped_loss, truncated_importance
+from algorithms import kl
+from algorithms.corrections import importance, mask_outside, truncate
+from algorithms.policy_loss import (
+    PolicyTokens,
+    TokenLoss,
+    cispo_loss,
+    clipped_loss,
+    policy_gradient_loss,
+    sequence_clipped_loss,
+)
+from algorithms.value_loss import value_loss
+from storage.errors import ConfigError
 from workers.trainer.packing import MicroBatch
+from workers.trainer.usercode import call
 from workflows.spec import AlgorithmSpec
 
 
@@ -23,8 +38,10 @@ class StepSums:
     tokens: float = 0.0
     clipped: float = 0.0
     importance: float = 0.0
+    masked: float = 0.0
     gap: float = 0.0
     entropy: float = 0.0
+    kl: float = 0.0
     advantage_abs: float = 0.0
     ratio_max: float = field(default=0.0, metadata={"max": True})
     gap_max: float = field(default=0.0, metadata={"max": True})
@@ -46,64 +63,165 @@ class Objective:
     algorithm: AlgorithmSpec
     temperature: float
     """Of the sampling policy: what it sampled from is softmax(logits / temperature)."""
+    step: int = 0
+    """Weight version before the batch, for the staleness that losses of the user's are told."""
 
     def __call__(self, logits_NV: Tensor, batch: MicroBatch) -> tuple[Tensor, StepSums]:
         """This micro-batch's part of the batch loss (differentiable), and its sums.
 
-        There is one optimizer step per batch, so the weights that compute ``logits_NV`` are those before the update:
-        the recomputed old log-probs *are* the current ones without gradient, and no second forward pass is made.
-        With several optimizer steps per batch that would no longer hold.
+        Without ``old_logprob_N`` the weights that compute ``logits_NV`` are those before the batch's first optimizer
+        step: the recomputed old log-probs *are* the current ones without gradient.
         """
-        device = logits_NV.device
-        target_N = torch.from_numpy(batch.target_N).to(device)
-        engine_N = torch.from_numpy(batch.engine_logprob_N).to(device)
-        advantage_N = torch.from_numpy(batch.advantage_N).to(device)
-        weight_N = torch.from_numpy(batch.weight_N).to(device)
-        logprob_N, entropy_N = token_logprobs(logits_NV, target_N, self.temperature)
-        importance_N = torch.ones_like(engine_N)
+        algorithm, device = self.algorithm, logits_NV.device
+        target_N, engine_N, weight_N = (
+            _on(device, a) for a in (batch.target_N, batch.engine_logprob_N, batch.weight_N)
+        )
+        bonus = algorithm.entropy_coefficient
+        logprob_N, entropy_N = token_logprobs(logits_NV, target_N, self.temperature, differentiable_entropy=bonus > 0)
+        tokens = self._tokens(batch, logprob_N, engine_N)
+        token = _LOSSES.get(algorithm.loss_used, _users)(tokens, algorithm)
+        importance_N = self._importance(batch, tokens.old_logprob_N, engine_N)
+        reference_N = (
+            logprob_N.detach() if batch.reference_logprob_N is None else _on(device, batch.reference_logprob_N)
+        )
+        loss_N = token.loss_N * importance_N - bonus * entropy_N
+        if algorithm.kl != "none" and algorithm.kl_in == "loss":
+            loss_N = loss_N + (algorithm.kl_coefficient or 0.0) * kl.ESTIMATORS[algorithm.kl](logprob_N, reference_N)
+        loss = (loss_N * weight_N).sum()
+        return loss, _sums(
+            loss,
+            weight_N > 0,
+            clipped=token.clipped_N,
+            importance=importance_N,
+            masked=importance_N == 0,
+            gap=(logprob_N.detach() - engine_N).abs(),
+            entropy=entropy_N.detach(),
+            kl=kl.k3(logprob_N.detach(), reference_N),
+            advantage_abs=tokens.advantage_N.abs(),
+            ratio=token.ratio_N,
+        )
+
+    def _tokens(self, batch: MicroBatch, logprob_N: Tensor, engine_N: Tensor) -> PolicyTokens:
+        device = logprob_N.device
         if self.algorithm.old_logprobs == "engine":
             old_N = engine_N
         else:
-            old_N = logprob_N.detach()
-            if self.algorithm.importance_cap is not None:
-                importance_N = truncated_importance(old_N, engine_N, cap=self.algorithm.importance_cap)
-        token = clipped_loss(
-            logprob_N,
-            old_N,
-            advantage_N,
-            clip_low=self.algorithm.clip_low,
-            clip_high=self.algorithm.clip_high,
-            dual_clip=self.algorithm.dual_clip,
-        )
-        loss = (token.loss_N * importance_N * weight_N).sum()
-        counted_N = weight_N > 0
-        gap_N = (logprob_N.detach() - engine_N).abs()
-
-        def total(values_N: Tensor) -> float:
-            return float(values_N[counted_N].double().sum())
-
-        def largest(values_N: Tensor) -> float:
-            return float(values_N[counted_N].max()) if bool(counted_N.any()) else 0.0
-
-        return loss, StepSums(
-            loss=float(loss.detach()),
-            tokens=float(counted_N.sum()),
-            clipped=total(token.clipped_N),
-            importance=total(importance_N),
-            gap=total(gap_N),
-            entropy=total(entropy_N),
-            advantage_abs=total(advantage_N.abs()),
-            ratio_max=largest(token.ratio_N),
-            gap_max=largest(gap_N),
+            old_N = logprob_N.detach() if batch.old_logprob_N is None else _on(device, batch.old_logprob_N)
+        sequence_N = batch.sequence_log_ratio_N
+        return PolicyTokens(
+            logprob_N=logprob_N,
+            old_logprob_N=old_N,
+            engine_logprob_N=engine_N,
+            advantage_N=_on(device, batch.advantage_N),
+            sequence_log_ratio_N=torch.zeros_like(engine_N) if sequence_N is None else _on(device, sequence_N),
+            staleness_N=self.step - _on(device, batch.version_N).long(),
         )
 
+    def _importance(self, batch: MicroBatch, old_N: Tensor, engine_N: Tensor) -> Tensor:
+        if batch.importance_N is not None:
+            return _on(engine_N.device, batch.importance_N)
+        return correction(self.algorithm, old_N, engine_N, None)
 
-def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets under softmax(logits / temperature), and the entropies (without gradient); float32."""
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The loss of the critic."""
+
+    algorithm: AlgorithmSpec
+
+    def __call__(self, value_N: Tensor, batch: MicroBatch) -> Tensor:
+        """This micro-batch's part of the batch loss; differentiable."""
+        if batch.value_N is None or batch.return_N is None:
+            raise ValueError("the critic is trained on micro-batches with values and returns")
+        old_N, return_N = _on(value_N.device, batch.value_N), _on(value_N.device, batch.return_N)
+        loss_N = value_loss(value_N.float(), old_N, return_N, clip=self.algorithm.value_clip)
+        return (loss_N * _on(value_N.device, batch.weight_N)).sum()
+
+
+def correction(algorithm: AlgorithmSpec, old_N: Tensor, engine_N: Tensor, sequence_N: Tensor | None) -> Tensor:
+    """The off-policy weight of each token; ``sequence_N`` is needed where it is that of a whole sequence."""
+    kind = algorithm.correction_used
+    if kind == "none":
+        return torch.ones_like(engine_N)
+    ratio_N = importance(old_N, engine_N, level=algorithm.correction_level, sequence_N=sequence_N)
+    if kind == "truncate":
+        return truncate(ratio_N, cap=algorithm.bound("correction_cap"))
+    return mask_outside(ratio_N, floor=algorithm.bound("correction_floor"), cap=algorithm.bound("correction_cap"))
+
+
+def token_logprobs(
+    logits_NV: Tensor, target_N: Tensor, temperature: float, *, differentiable_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets under softmax(logits / temperature), and the entropies in nats; float32."""
     scaled_NV = logits_NV.float() / temperature
     normaliser_N = torch.logsumexp(scaled_NV, dim=-1)
     chosen_N = scaled_NV.gather(-1, target_N[:, None]).squeeze(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(differentiable_entropy and torch.is_grad_enabled()):
         mean_N = (torch.exp(scaled_NV - normaliser_N[:, None]) * scaled_NV).sum(-1)
         entropy_N = normaliser_N - mean_N
     return chosen_N - normaliser_N, entropy_N
+
+
+def _clip(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
+    return clipped_loss(
+        tokens.logprob_N,
+        tokens.old_logprob_N,
+        tokens.advantage_N,
+        clip_low=algorithm.bound("clip_low"),
+        clip_high=algorithm.bound("clip_high"),
+        dual_clip=algorithm.bound("dual_clip"),
+    )
+
+
+def _gspo(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
+    return sequence_clipped_loss(
+        tokens.logprob_N,
+        tokens.sequence_log_ratio_N,
+        tokens.advantage_N,
+        clip_low=algorithm.bound("clip_low"),
+        clip_high=algorithm.bound("clip_high"),
+    )
+
+
+def _cispo(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
+    clip_high = algorithm.bound("clip_high")
+    return cispo_loss(tokens.logprob_N, tokens.old_logprob_N, tokens.advantage_N, clip_high=clip_high)
+
+
+def _policy_gradient(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
+    return policy_gradient_loss(tokens.logprob_N, tokens.advantage_N)
+
+
+_LOSSES: dict[str, Callable[[PolicyTokens, AlgorithmSpec], TokenLoss]] = {
+    "clip": _clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "policy_gradient": _policy_gradient,
+}
+
+
+def _users(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
+    loss_N = call(algorithm.loss_used, tokens)
+    if not isinstance(loss_N, Tensor) or loss_N.shape != tokens.logprob_N.shape or not loss_N.requires_grad:
+        raise ConfigError(
+            f"algorithm.loss {algorithm.loss_used} must give a differentiable Tensor of shape "
+            f"{tuple(tokens.logprob_N.shape)}, it gave {loss_N}"
+        )
+    ratio_N = torch.exp(tokens.logprob_N.detach() - tokens.old_logprob_N)
+    return TokenLoss(loss_N, ratio_N, torch.zeros_like(ratio_N, dtype=torch.bool))
+
+
+def _sums(loss: Tensor, counted_N: Tensor, *, ratio: Tensor, **values: Tensor) -> StepSums:
+    """Over the tokens that count; a key of ``values`` is the sum it goes to."""
+    some = bool(counted_N.any())
+    return StepSums(
+        loss=float(loss.detach()),
+        tokens=float(counted_N.sum()),
+        **{name: float(value_N[counted_N].double().sum()) for name, value_N in values.items()},
+        ratio_max=float(ratio[counted_N].max()) if some else 0.0,
+        gap_max=float(values["gap"][counted_N].max()) if some else 0.0,
+    )
+
+
+def _on(device: torch.device, array: npt.NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -49,19 +49,6 @@ class WeightedTrajectory:
     trajectory: Trajectory
     columns: TokenColumns
 
-    @classmethod
-    def of(cls, row: Trajectory, *, first: int, sequence: int, advantage: float, weight: float) -> WeightedTrajectory:
-        """One sequence, advantage and weight for all trained tokens, which are counted from ``first``."""
-        columns = TokenColumns(
-            token_N=np.arange(first, first + row.trained, dtype=np.int64),
-            engine_logprob_N=np.concatenate([segment.engine_logprobs for segment in row.segments]),
-            version_N=np.concatenate([segment.versions for segment in row.segments]),
-            sequence_N=np.full(row.trained, sequence, np.int64),
-            advantage_N=np.full(row.trained, advantage, np.float32),
-            weight_N=np.full(row.trained, weight, np.float32),
-        )
-        return cls(row, columns)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(TokenColumns):

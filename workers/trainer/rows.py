@@ -35,8 +35,6 @@ class Segment:
     """Per trained token, as recorded at sampling."""
     versions: Ints
     """Per trained token, the weight version that made it."""
-    generation: str = ""
-    """The generation it belongs to; empty for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,21 @@ class Trajectory:
 
     session: str
     segments: tuple[Segment, ...]
+    turns: Ints
+    """Per trained token, its generation, counted over the trained ones of the group."""
+    parents: Ints
+    """Per trained token, the trained token in front of it on the path, counted over those of the group; -1 for none.
+    Where trajectories part, it may be one of an earlier trajectory."""
+
+    @property
+    def engine_logprobs(self) -> Floats:
+        """Per trained token, as recorded at sampling."""
+        return np.concatenate([segment.engine_logprobs for segment in self.segments])
+
+    @property
+    def versions(self) -> Ints:
+        """Per trained token, the weight version that made it."""
+        return np.concatenate([segment.versions for segment in self.segments])
 
     @property
     def length(self) -> int:
@@ -67,15 +80,17 @@ class GroupRows:
     """Completion tokens that stay context."""
 
 
-def group_rows(shard: Shard, sessions: Sequence[str]) -> GroupRows:
+def group_rows(shard: Shard, sessions: Sequence[str], *, oldest: int = 0) -> GroupRows:
     """The trajectories of those ``sessions`` of a shard that train at least one token, in the shard's order.
+
+    Tokens of weight versions before ``oldest`` are context.
 
     Raises :class:`IntegrityError` if the shard lacks a session or contradicts itself.
     """
     wanted = set(sessions)
     if missing := sorted(wanted - {session.id for session in shard.sessions}):
         raise shard.error(f"it lacks session {missing[0]}, which the manifest trains: they do not belong together")
-    walker = _Walker(shard)
+    walker = _Walker(shard, max(oldest, 0))
     rows = [row for session in shard.sessions if session.id in wanted for row in walker.trajectories(session)]
     rewards = {session.id: session.reward for session in shard.sessions if session.id in wanted}
     return GroupRows(rewards=rewards, trajectories=tuple(rows), masked=walker.masked)
@@ -84,22 +99,46 @@ def group_rows(shard: Shard, sessions: Sequence[str]) -> GroupRows:
 class _Walker:
     """Walks leaf paths and remembers which completion spans are already on a trajectory."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, oldest: int) -> None:
         self._shard = shard
+        self._oldest = oldest
         self._generations = {generation.id: generation for generation in shard.generations}
         self._seen: set[int] = set()
+        self._turns: dict[str, int] = {}
+        self._last: dict[int, int] = {}
+        """Of each span, the last trained token in it or in front of it."""
+        self._tokens = 0
         self.masked = 0
 
     def trajectories(self, session: SessionRow) -> list[Trajectory]:
         found = []
         for leaf in session.leaves:
-            segments = [self._segment(session, index) for index in path_to(self._shard, leaf)]
+            spans = path_to(self._shard, leaf)
+            segments = [self._segment(session, index) for index in spans]
+            turns, parents = self._lineage(spans, [len(segment.trained) for segment in segments])
             # What follows the last trained token cannot change its log-prob: computing it would be waste.
             while segments and not len(segments[-1].trained):
                 segments.pop()
             if segments:
-                found.append(Trajectory(session.id, tuple(segments)))
+                found.append(Trajectory(session.id, tuple(segments), turns, parents))
         return found
+
+    def _lineage(self, spans: Sequence[int], trained: Sequence[int]) -> tuple[Ints, Ints]:
+        """Turns and parents of a path's trained tokens; ``trained`` says how many each span has."""
+        turns: list[int] = []
+        parents: list[int] = []
+        above = -1
+        for index, count in zip(spans, trained, strict=True):
+            if count:
+                turn = self._turns.setdefault(self._shard.spans[index].generation, len(self._turns))
+                turns += [turn] * count
+                parents += [above, *range(self._tokens, self._tokens + count - 1)]
+                self._tokens += count
+                above = self._tokens - 1
+            else:
+                above = self._last.get(index, above)
+            self._last[index] = above
+        return np.array(turns, np.int32), np.array(parents, np.int32)
 
     def _segment(self, session: SessionRow, index: int) -> Segment:
         span = self._shard.spans[index]
@@ -108,10 +147,9 @@ class _Walker:
             return Segment(key, span.ids, _NO_INTS, _NO_FLOATS, _NO_INTS)
         self._seen.add(index)
         versions = span.token_versions()
-        keep = (versions >= 0) & self._trainable(session, index)
+        keep = (versions >= self._oldest) & self._trainable(session, index)
         self.masked += int((~keep).sum())
-        trained = np.flatnonzero(keep).astype(np.int32)
-        return Segment(key, span.ids, trained, span.logprobs[keep], versions[keep], span.generation)
+        return Segment(key, span.ids, np.flatnonzero(keep).astype(np.int32), span.logprobs[keep], versions[keep])
 
     def _trainable(self, session: SessionRow, index: int) -> bool:
         span = self._shard.spans[index]

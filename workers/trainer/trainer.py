@@ -9,9 +9,9 @@ returns what was committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from storage.errors import (
     ConfigError,
@@ -22,14 +22,16 @@ from storage.errors import (
     StorageError,
 )
 from storage.weights import WeightsRef, WeightsStore
-from workers.trainer.backend import StepOutcome, TrainingBackend
+from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
 from workers.trainer.launch import Launch
 from workers.trainer.messages import UpdateMetrics, UpdateRequest, UpdateResult
-from workers.trainer.objective import Objective, StepSums
-from workers.trainer.packing import plan
+from workers.trainer.objective import StepSums
+from workers.trainer.packing import MicroBatch, WeightedTrajectory, plan
 from workers.trainer.progress import Progress
+from workers.trainer.step import Trained, train_batch
+from workers.trainer.usercode import load_user_code
 
 T = TypeVar("T")
 
@@ -38,12 +40,6 @@ class BatchReader(Protocol):
     """Gives the batch of a request; see :func:`workers.trainer.batch.read_batch`."""
 
     def __call__(self, request: UpdateRequest) -> Batch: ...
-
-
-class _Optimized(NamedTuple):
-    outcome: StepOutcome
-    tokens: int
-    """Computed by all ranks."""
 
 
 class Trainer:
@@ -69,6 +65,7 @@ class Trainer:
 
     def start(self) -> None:
         """Meet the gang and load the initial model or the launch file's checkpoint."""
+        load_user_code(self._spec)
         self._backend.initialize()
         if self._launch.checkpoint is not None:
             self._restore(open_checkpoint(self._launch.checkpoint), self._launch.checkpoint_digest)
@@ -127,14 +124,12 @@ class Trainer:
     def _train(self, request: UpdateRequest, batch: Batch, started: float) -> Sealed:
         self.progress.phase = "training"
         training = time.monotonic()
-        outcome = self._optimize(batch)
+        done = self._optimize(batch)
         trained = time.monotonic()
         self.progress.phase = "saving"
         temporary = self._on_rank_0("make room for a checkpoint", lambda: self._begin(request))
         self._everywhere("save", lambda: self._backend.save(temporary))
-        metrics = _metrics(
-            batch, outcome, request.step, seconds=time.monotonic() - started, seconds_training=trained - training
-        )
+        metrics = _metrics(batch, done, seconds=time.monotonic() - started, seconds_training=trained - training)
         state = TrainerState(
             run=self._spec.run,
             lineage=request.lineage,
@@ -151,18 +146,19 @@ class Trainer:
         self._hold(sealed)
         return sealed
 
-    def _optimize(self, batch: Batch) -> _Optimized | None:
-        """None if no token of the batch can be trained: the version advances, the weights stay."""
-        if not batch.rows:
-            return None
-        micro_batches, tokens = plan(
-            batch.rows,
+    def _optimize(self, batch: Batch) -> Trained:
+        """Nothing if no token of the batch can be trained: the version advances, the weights stay."""
+        if not batch.minibatches:
+            return Trained(StepSums())
+        return train_batch(batch, self._spec.algorithm, self._backend, self._plan)
+
+    def _plan(self, rows: Sequence[WeightedTrajectory]) -> tuple[list[MicroBatch], int]:
+        return plan(
+            rows,
             rank=self._launch.rank,
             ranks=self._launch.world_size,
             micro_batch=self._spec.trainer.micro_batch if self._backend.packs else 1,
         )
-        outcome = self._backend.update(micro_batches, Objective(self._spec.algorithm, batch.temperature))
-        return _Optimized(outcome, tokens)
 
     def _begin(self, request: UpdateRequest) -> Path:
         if self._held is not None:
@@ -275,29 +271,30 @@ def _same_manifest(request: UpdateRequest, digest: str) -> None:
         )
 
 
-def _metrics(
-    batch: Batch, optimized: _Optimized | None, step: int, *, seconds: float, seconds_training: float
-) -> UpdateMetrics:
-    outcome = StepOutcome(StepSums(), 0.0) if optimized is None else optimized.outcome
-    sums = outcome.sums
-    staleness = step - batch.versions()
+def _metrics(batch: Batch, done: Trained, *, seconds: float, seconds_training: float) -> UpdateMetrics:
+    sums = done.sums
+    staleness = batch.step - batch.versions()
     return UpdateMetrics(
-        loss=sums.loss,
-        grad_norm=outcome.grad_norm,
+        loss=sums.loss / max(done.optimizer_steps, 1),
+        grad_norm=done.grad_norm,
         clip_fraction=sums.mean("clipped"),
         ratio_max=sums.ratio_max,
         importance_mean=sums.mean("importance"),
+        correction_masked=sums.mean("masked"),
         logprob_gap_mean=sums.mean("gap"),
         logprob_gap_max=sums.gap_max,
         entropy=sums.mean("entropy"),
+        reference_kl=sums.mean("kl"),
         advantage_abs_mean=sums.mean("advantage_abs"),
-        tokens=int(sums.tokens),
+        value_loss=done.value_loss,
+        explained_variance=done.explained_variance,
+        tokens=batch.trained,
         tokens_masked=batch.masked,
         rows=len(batch.rows),
-        tokens_computed=0 if optimized is None else optimized.tokens,
+        tokens_computed=done.tokens_computed,
         tokens_in_rows=sum(row.trajectory.length for row in batch.rows),
         groups=batch.groups,
-        optimizer_steps=0 if optimized is None else 1,
+        optimizer_steps=done.optimizer_steps,
         staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
         staleness_max=int(staleness.max()) if len(staleness) else 0,
         seconds=seconds,

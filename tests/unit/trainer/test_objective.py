@@ -51,7 +51,7 @@ def test_a_session_with_two_leaves_counts_once_in_its_group_s_statistics(make: A
     shard.session("b", reward=0.0, leaves=[shard.completion(root, [8], session="b")])
     rows = group_rows(shard.build(), ["a", "b"])
 
-    batch = weigh([rows], Manifest("demo", 0, 0, (), temperature=1.0), AlgorithmSpec(advantage_std=False))
+    batch = weigh([rows], Manifest("demo", 0, 0, (), temperature=1.0), AlgorithmSpec(advantage="dr_grpo"))
 
     assert [row.trajectory.session for row in batch.rows] == ["a", "a", "a", "b"]
     tokens = TokenColumns.concatenate([row.columns for row in batch.rows])
@@ -60,7 +60,7 @@ def test_a_session_with_two_leaves_counts_once_in_its_group_s_statistics(make: A
 
 
 def test_the_first_update_of_a_batch_has_ratio_one_and_the_policy_gradient(make: Any) -> None:
-    algorithm = AlgorithmSpec(importance_cap=None)
+    algorithm = AlgorithmSpec(correction="none")
     batch = pack(_batch(make, algorithm).rows)
     logits = _logits(batch)
 
@@ -76,7 +76,7 @@ def test_the_first_update_of_a_batch_has_ratio_one_and_the_policy_gradient(make:
 
 
 def test_engine_and_trainer_differences_are_corrected_by_a_truncated_weight(make: Any) -> None:
-    algorithm = AlgorithmSpec(importance_cap=1.5)
+    algorithm = AlgorithmSpec(correction_cap=1.5)
     batch = pack(_batch(make, algorithm).rows)
     logits = _logits(batch)
 
@@ -104,7 +104,7 @@ def test_engine_logprobs_as_old_ones_clip_the_ratio(make: Any) -> None:
 @pytest.mark.parametrize("old", ["recompute", "engine"])
 def test_gradient_equals_finite_differences_of_the_stated_loss(make: Any, old: str) -> None:
     """With recomputed old log-probs these and the importance weights are constants: they are frozen for the check."""
-    algorithm = AlgorithmSpec(old_logprobs=old, importance_cap=None)
+    algorithm = AlgorithmSpec(old_logprobs=old, correction="none" if old == "recompute" else None)
     batch = pack(_batch(make, algorithm, groups=1).rows)
     logits = _logits(batch)
     objective = Objective(algorithm, 0.7)

@@ -8,17 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.trainer.packing import MicroBatch, WeightedTrajectory, assign, pack, plan
+from workers.trainer.packing import MicroBatch, TokenColumns, WeightedTrajectory, assign, pack, plan
 from workers.trainer.rows import group_rows
 
 
 def _weighted(shard: Any, weight: float = 0.1) -> list[WeightedTrajectory]:
     group = group_rows(shard, [row.id for row in shard.sessions])
-    first = np.cumsum([0, *(row.trained for row in group.trajectories)])
-    return [
-        WeightedTrajectory.of(row, first=int(first[n]), sequence=n, advantage=float(n), weight=weight)
-        for n, row in enumerate(group.trajectories)
-    ]
+    first, weighted = 0, []
+    for n, row in enumerate(group.trajectories):
+        count = len(row.turns)
+        columns = TokenColumns(
+            token_N=np.arange(first, first + count),
+            engine_logprob_N=row.engine_logprobs,
+            version_N=row.versions,
+            sequence_N=np.full(count, n),
+            advantage_N=np.full(count, n, np.float32),
+            weight_N=np.full(count, weight, np.float32),
+        )
+        weighted.append(WeightedTrajectory(row, columns))
+        first += count
+    return weighted
 
 
 def _context(batch: MicroBatch, token: int) -> list[int]:

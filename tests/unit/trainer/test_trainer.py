@@ -19,7 +19,7 @@ from workers.trainer.batch import Batch, read_batch
 from workers.trainer.checkpoint import CheckpointFolder
 from workers.trainer.launch import Launch
 from workers.trainer.messages import UpdateRequest
-from workers.trainer.objective import Objective, StepSums
+from workers.trainer.objective import Objective, StepSums, ValueObjective
 from workers.trainer.packing import MicroBatch
 from workers.trainer.trainer import Trainer
 
@@ -49,6 +49,15 @@ class CountingBackend:
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return []
+
+    def reference_logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
+        return []
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[npt.NDArray[np.float32]]:
+        return []
+
+    def update_critic(self, batches: Sequence[MicroBatch], objective: ValueObjective) -> float:
+        return 0.0
 
     def save(self, folder: Path) -> None:
         self._maybe_fail("save")

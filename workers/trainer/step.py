@@ -1,0 +1,151 @@
+"""One batch on one rank: what models say of its tokens, advantages, then optimizer steps.
+
+Models are asked before the first optimizer step, over all micro-batches of all steps, and only for what the algorithm
+needs: the old log-probs if there is more than one step (in a single one the loss recomputes them by the way), the
+reference's, the critic's values. What they say is gathered over ranks into one array over the tokens of the batch, so
+sequences and trees may lie across micro-batches and ranks.
+
+Shape suffix: ``M`` trained tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from algorithms import kl
+from algorithms.sequences import sequence_mean
+from algorithms.value_loss import explained_variance
+from workers.trainer.backend import StepOutcome, TrainingBackend
+from workers.trainer.batch import Batch, asks_models
+from workers.trainer.credit import assign_credit
+from workers.trainer.objective import Objective, StepSums, ValueObjective, correction
+from workers.trainer.packing import MicroBatch, WeightedTrajectory
+from workers.trainer.rows import Floats
+from workers.trainer.usercode import is_target
+from workflows.spec import AlgorithmSpec
+
+Planner = Callable[[Sequence[WeightedTrajectory]], tuple[list[MicroBatch], int]]
+"""This rank's micro-batches of one optimizer step, and the tokens that all ranks compute for it."""
+
+
+@dataclass
+class Trained:
+    """What became of a batch."""
+
+    sums: StepSums
+    """Over all optimizer steps."""
+    grad_norm: float = 0.0
+    """Mean over optimizer steps."""
+    optimizer_steps: int = 0
+    tokens_computed: int = 0
+    """By all ranks, in all forward passes of the policy."""
+    value_loss: float = 0.0
+    """Mean over optimizer steps."""
+    explained_variance: float = 0.0
+    """Of the returns, by the critic before the batch."""
+
+
+class _Part(NamedTuple):
+    """One optimizer step of an epoch."""
+
+    batches: list[MicroBatch]
+    tokens: int
+    """Computed by all ranks in one pass."""
+
+
+def train_batch(batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, plan: Planner) -> Trained:
+    """All optimizer steps of a batch; collective."""
+    return _Work(batch, algorithm, backend, [_Part(*plan(rows)) for rows in batch.minibatches]).run()
+
+
+class _Work:
+    def __init__(self, batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, parts: list[_Part]) -> None:
+        self._batch, self._algorithm, self._backend, self._parts = batch, algorithm, backend, parts
+        self._columns = batch.columns()
+        self._old_M = torch.from_numpy(self._columns.engine_logprob_N)
+        self._trained = Trained(StepSums())
+
+    def run(self) -> Trained:
+        self._fill(self._ask_models())
+        norms: list[float] = []
+        value_losses: list[float] = []
+        for part in self._parts * self._algorithm.epochs:
+            if self._batch.step >= self._algorithm.critic_warmup:
+                outcome = self._policy_step(part, first=not norms)
+                self._trained.sums.add(outcome.sums)
+                norms.append(outcome.grad_norm)
+            if self._algorithm.has_critic:
+                value_losses.append(self._backend.update_critic(part.batches, ValueObjective(self._algorithm)))
+        self._trained.optimizer_steps = len(norms)
+        self._trained.grad_norm = float(np.mean(norms or [0.0]))
+        self._trained.value_loss = float(np.mean(value_losses or [0.0]))
+        return self._trained
+
+    def _policy_step(self, part: _Part, *, first: bool) -> StepOutcome:
+        algorithm, batches = self._algorithm, part.batches
+        on_policy = first and algorithm.old_logprobs == "recompute"
+        if (algorithm.loss_used == "gspo" or is_target(algorithm.loss_used)) and not on_policy:
+            log_ratio_M = torch.nan_to_num(
+                self._logprobs([part]) - self._old_M
+            )  # other parts' sequences: not asked for
+            mean_M = sequence_mean(log_ratio_M, torch.from_numpy(self._columns.sequence_N)).numpy()
+            batches = [replace(b, sequence_log_ratio_N=mean_M[b.token_N]) for b in batches]
+        self._trained.tokens_computed += part.tokens
+        return self._backend.update(batches, Objective(algorithm, self._batch.temperature, self._batch.step))
+
+    def _ask_models(self) -> dict[str, Tensor]:
+        """The columns that the algorithm needs and packing could not know."""
+        algorithm, batches = self._algorithm, [b for part in self._parts for b in part.batches]
+        columns: dict[str, Tensor] = {}
+        by_sequence = algorithm.correction_level != "token"
+        kl_in_reward = algorithm.kl != "none" and algorithm.kl_in == "reward"
+        if algorithm.old_logprobs == "recompute" and (algorithm.several_steps or by_sequence or kl_in_reward):
+            columns["old_logprob_N"] = self._old_M = self._logprobs(self._parts)
+        if by_sequence:
+            engine_M, sequence_M = map(torch.from_numpy, (self._columns.engine_logprob_N, self._columns.sequence_N))
+            columns["importance_N"] = correction(algorithm, self._old_M, engine_M, sequence_M)
+        if algorithm.kl != "none":
+            found = self._backend.reference_logprobs(batches, self._batch.temperature)
+            columns["reference_logprob_N"] = self._gathered(batches, found)
+        if algorithm.has_critic:
+            columns["value_N"] = self._gathered(batches, self._backend.values(batches))
+        if asks_models(algorithm):
+            kl_M = kl.ESTIMATORS[algorithm.kl](self._old_M, columns["reference_logprob_N"]) if kl_in_reward else None
+            columns |= self._credit(kl_M, columns.get("value_N"))
+        return columns
+
+    def _credit(self, kl_M: Tensor | None, value_M: Tensor | None) -> dict[str, Tensor]:
+        weight_M = torch.from_numpy(self._columns.weight_N)
+        credit = assign_credit(self._batch.evidence, self._algorithm, weight_M, kl_N=kl_M, value_N=value_M)
+        if value_M is not None:
+            self._trained.explained_variance = explained_variance(value_M, credit.return_N)
+        return {"advantage_N": credit.advantage_N, "return_N": credit.return_N}
+
+    def _fill(self, columns: dict[str, Tensor]) -> None:
+        """Padding gets some token's values: it has no weight."""
+        arrays: dict[str, Any] = {name: column_M.numpy() for name, column_M in columns.items()}
+        for part in self._parts:
+            part.batches[:] = [
+                replace(b, **{name: array_M[b.token_N] for name, array_M in arrays.items()}) for b in part.batches
+            ]
+
+    def _logprobs(self, parts: Sequence[_Part]) -> Tensor:
+        """By the policy as it is now; NaN for tokens of other parts."""
+        self._trained.tokens_computed += sum(part.tokens for part in parts)
+        batches = [b for part in parts for b in part.batches]
+        return self._gathered(batches, self._backend.logprobs(batches, self._batch.temperature))
+
+    def _gathered(self, batches: Sequence[MicroBatch], values: Sequence[Floats]) -> Tensor:
+        """What all ranks found, by token of the batch."""
+        tokens, found = np.concatenate([b.token_N for b in batches]), np.concatenate(values)
+        flat_M = np.full(len(self._columns.token_N), np.nan, np.float32)
+        for token_N, value_N in self._backend.gather((tokens, found)):
+            known_N = token_N >= 0
+            flat_M[token_N[known_N]] = value_N[known_N]
+        return torch.from_numpy(flat_M)
