@@ -4,6 +4,9 @@
 ``manifest.json`` with the sha256 of each, written last. A version that is made
 again with other weights (after a rewind, where training is not reproducible to
 the bit) is another folder: nothing is overwritten.
+
+``<root>/.pins/<holder>.json`` names the folders that a node's engine serves, falls
+back to or loads. They stay until the node lets go of them, however old they are.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import ConfigError, IntegrityError, NotFoundError
 
 MANIFEST = "manifest.json"
+PINS = ".pins"
 _CHUNK = 1 << 20
 
 
@@ -93,12 +97,28 @@ class WeightsStore:
             raise IntegrityError(f"weights in {path} have digest {digest}, its manifest says {manifest.ref.digest}")
         return digest
 
+    def pin(self, holder: str, paths: Iterable[str]) -> None:
+        """Keep these folders, and no others on behalf of ``holder``; paths outside the store need no pin."""
+        names = sorted({Path(path).name for path in paths if Path(path).resolve().parent == self.root.resolve()})
+        pins = self.root / PINS
+        if not names:
+            (pins / f"{holder}.json").unlink(missing_ok=True)
+            return
+        pins.mkdir(parents=True, exist_ok=True)
+        temporary = pins / f"{holder}.tmp"
+        temporary.write_text(json.dumps(names))
+        temporary.replace(pins / f"{holder}.json")
+
     def collect(self, keep: int) -> list[WeightsRef]:
-        """Remove all but the newest ``keep`` folders, and abandoned temporary ones; returns what was removed."""
+        """Remove all but the newest ``keep`` folders and the pinned ones, and abandoned temporary ones.
+
+        Returns what was removed.
+        """
         if keep < 1:
             raise ConfigError(f"keep is {keep}: at least one version of the weights must stay")
         published = self._published()
-        old = published[:-keep]
+        pinned = self._pinned()
+        old = [ref for ref in published[:-keep] if Path(ref.path).name not in pinned]
         for ref in old:
             shutil.rmtree(ref.path)
         newest = published[-1].version if published else -1
@@ -106,6 +126,9 @@ class WeightsStore:
             if int(temporary.name.split("-")[1]) <= newest:
                 shutil.rmtree(temporary)
         return old
+
+    def _pinned(self) -> set[str]:
+        return {name for file in (self.root / PINS).glob("*.json") for name in json.loads(file.read_text())}
 
     def _published(self) -> list[WeightsRef]:
         folders = [path for path in self.root.glob("[0-9]*-*") if (path / MANIFEST).is_file()]

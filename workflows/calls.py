@@ -7,6 +7,7 @@ try cannot cure are listed in :data:`PERMANENT`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -89,9 +90,18 @@ def supervise(name: str, arg: Any, *, node: str, summary: str) -> ActivityHandle
 
 
 def on_node(
-    name: str, arg: Any, result: type[T], *, queue: str, limit_s: float, summary: str, attempts: int = 0
+    name: str,
+    arg: Any,
+    result: type[T],
+    *,
+    queue: str,
+    limit_s: float,
+    summary: str,
+    attempts: int = 0,
+    permanent: Sequence[str] = (),
 ) -> ActivityHandle[T]:
-    """Start bounded work on a node; a cancel does not wait for it."""
+    """Start bounded work on a node; a cancel does not wait for it. ``permanent``: errors that end it beyond the usual
+    ones."""
     return workflow.start_activity(
         name,
         arg,
@@ -104,7 +114,7 @@ def on_node(
             initial_interval=timedelta(milliseconds=100),
             maximum_interval=timedelta(seconds=10),
             maximum_attempts=attempts,
-            non_retryable_error_types=PERMANENT,
+            non_retryable_error_types=[*PERMANENT, *permanent],
         ),
         cancellation_type=ActivityCancellationType.TRY_CANCEL,
         summary=summary,

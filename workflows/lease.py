@@ -40,6 +40,11 @@ from workflows.scheduling.gang import GangPlan, plan_gang
 from workflows.spec import RunSpec
 
 RETRY_LOAD = timedelta(seconds=15)
+"""Until weights that could not be loaded are tried again; twice as long after each failure."""
+MAX_DOUBLINGS = 4
+LOAD_SLACK_S = 60.0
+"""For the pause before a load and the resumption after it."""
+LOAD_ERRORS = ("EngineRejected", "EngineUnavailable", "EngineProtocolError")
 
 
 class LeaseLost(Exception):
@@ -146,10 +151,13 @@ class Lease:
                     handle.result()
                     raise LeaseLost("a supervisor ended by itself")
 
-    async def until(self, what: str, handle: ActivityHandle[Any]) -> None:
-        """Wait for an activity on a member, but not longer than the member lives."""
+    async def until(self, what: str, handle: ActivityHandle[Any], *, revocable: bool = False) -> None:
+        """Wait for an activity on a member, but not longer than the member lives, nor, if it is ``revocable``, than the
+        lease: then it is cancelled and not done."""
         self.waiting_for = what
-        await workflow.wait_condition(lambda: handle.done() or bool(self.dead))
+        await workflow.wait_condition(
+            lambda: handle.done() or bool(self.dead) or (revocable and self.revoke_order is not None)
+        )
         self.waiting_for = ""
         if not handle.done():
             handle.cancel()
@@ -232,6 +240,8 @@ class _EngineRole:
         self.applied: MemberReport | None = None
         self.url = ""
         self.failed_version: int | None = None
+        self.failures = 0
+        """Loads that failed since one went well."""
 
     async def serve(self) -> None:
         lease = self.lease
@@ -247,7 +257,7 @@ class _EngineRole:
             lease.dirty = False
             await self._converge()
             if not lease.dirty:
-                pause = RETRY_LOAD if self.failed_version is not None else None
+                pause = RETRY_LOAD * 2 ** min(self.failures - 1, MAX_DOUBLINGS) if self.failures else None
                 if not await lease.change(self._wait_name(), pause):
                     self.failed_version = None  # time to try that load again
         lease.raise_if_lost()
@@ -256,7 +266,9 @@ class _EngineRole:
         await self._close_route()
 
     def _wait_name(self) -> str:
-        return "the engine to be ready" if self.lease.version is None else "a command"
+        if self.lease.version is None:
+            return "the engine to be ready"
+        return f"another try to load version {self.failed_version}" if self.failures else "a command"
 
     async def _converge(self) -> None:
         """One pass from what is to what should be. Revoke outranks load: checked again after every wait."""
@@ -276,10 +288,15 @@ class _EngineRole:
             await self._set_hold(lease.hold_wanted)
         if self.held or lease.ending():
             return
-        if lease.target and lease.target.version > lease.version:
+        if lease.target is not None and self._behind():
             await self._load(lease.target)
-        if not lease.ending():
+        if not lease.ending() and not self._behind():
             await self._open_route()
+
+    def _behind(self) -> bool:
+        """Whether newer weights are published than the engine serves."""
+        target, version = self.lease.target, self.lease.version
+        return target is not None and version is not None and target.version > version
 
     async def _went_down(self, report: MemberReport) -> None:
         self.lease.last_failure = report.detail
@@ -307,7 +324,8 @@ class _EngineRole:
         self.lease.set_phase("held" if hold else "serving")
 
     async def _load(self, weights: WeightsRef) -> None:
-        """Hold the route, let the engine load and confirm; a failed load leaves the old version in service."""
+        """Hold the route, let the engine load and confirm. If that fails or takes too long, the engine stays on weights
+        that are known, kept or loaded after a restart, and has no route until it serves the newest."""
         lease = self.lease
         if self.failed_version == weights.version:
             return
@@ -319,17 +337,26 @@ class _EngineRole:
             self._task(weights),
             int,
             queue=nodectl_queue(self.node),
-            limit_s=600,
-            attempts=3,
+            limit_s=lease.task.spec.engine.load_limit_s + LOAD_SLACK_S,
+            attempts=2,
+            permanent=LOAD_ERRORS,
             summary=f"load version {weights.version} on {self.node}",
         )
         try:
-            await lease.until(f"version {weights.version} to load", handle)
-            lease.version = await handle
-            self.failed_version = None
+            await lease.until(f"version {weights.version} to load", handle, revocable=True)
+            if handle.done():
+                lease.version = await handle
+                self.failed_version, self.failures = None, 0
         except ActivityError as error:
-            lease.last_failure = calls.reason_of(error)
-            self.failed_version = weights.version
+            await self._load_failed(weights, calls.reason_of(error))
+
+    async def _load_failed(self, weights: WeightsRef, reason: str) -> None:
+        lease = self.lease
+        lease.last_failure = f"version {weights.version} was not loaded: {reason}"
+        self.failed_version, self.failures = weights.version, self.failures + 1
+        await self._close_route()
+        lease.set_phase(f"out of service: version {lease.version}, not {weights.version}")
+        await lease.report("down", lease.last_failure)
 
     async def _open_route(self) -> None:
         wanted = f"open {self.lease.version} {self.url}"

@@ -159,6 +159,9 @@ class EngineSpec(Spec):
     beside the engine reads it once and broadcasts it to the ranks; for ``sglang`` and ``vllm``."""
     start_limit_s: float = Field(default=300.0, gt=0)
     """An engine that does not answer so long after its start is ended."""
+    load_limit_s: float = Field(default=300.0, gt=0, le=3600)
+    """An engine that has not confirmed new weights so long after it was told is ended and restarts on its last good
+    ones; it gets no new work until it serves the newest."""
     log_tokens: bool = False
     """Write every token read and written to a log in the node's folder: the oracle for audits. Ours only."""
 

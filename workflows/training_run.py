@@ -66,7 +66,8 @@ from workflows.scheduling.gang import plan_gang
 from workflows.spec import RunSpec
 
 ENGINE_LIMIT = timedelta(minutes=15)
-SYNC_LIMIT = timedelta(minutes=15)
+SYNC_SLACK = timedelta(minutes=5)
+"""Beyond what one engine may take to load: after it, those that did not are out of service and not waited for."""
 END_LIMIT = timedelta(seconds=60)
 DATA_CLOSES = timedelta(seconds=1)
 MAX_LOSSES = 5
@@ -315,7 +316,7 @@ class TrainingRun:
             self._set_phase("paused")
         await self._wait("the end of the pause", lambda: self.state.paused is None or self._cut_short())
         if pipeline.policy_of(self.spec).waits_for_sync:
-            await self._wait_unpaused("every engine to serve the new weights", self._synced, SYNC_LIMIT)
+            await self._wait_unpaused("every engine to serve the new weights", self._synced, self._sync_limit())
         if calls.must_continue_as_new():
             await workflow.wait_condition(
                 lambda: workflow.all_handlers_finished() and not (self.dirty or self.reconciling or self.commands)
@@ -398,7 +399,7 @@ class TrainingRun:
         if self.spec.data.held_out is None or any(e.version == version for e in self.state.evaluations):
             return
         self._set_phase("evaluating")
-        await self._wait_unpaused(f"the engines to serve version {version}", self._synced, SYNC_LIMIT)
+        await self._wait_unpaused(f"the engines to serve version {version}", self._synced, self._sync_limit())
         task = EvaluationInput(spec=self.spec, version=version)
         try:
             handle = await workflow.start_child_workflow(
@@ -521,6 +522,9 @@ class TrainingRun:
         """At least one engine serves, and none serves anything but the newest weights."""
         ready = self._ready()
         return bool(ready) and all(e.version == self._version() for e in ready)
+
+    def _sync_limit(self) -> timedelta:
+        return timedelta(seconds=self.spec.engine.load_limit_s) + SYNC_SLACK
 
     def _forget(self, event: LeaseEvent) -> None:
         known = self.state.engines.get(event.lease)

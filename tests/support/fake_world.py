@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from temporalio import activity
@@ -76,6 +76,10 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"waited too long for {what}")
 
 
+async def _no_load_fault(task: EngineTask) -> None:
+    """Every load goes well."""
+
+
 class FakeWorld:
     """See the module. Attributes that tests set: ``hold_claims``, ``on_train``, ``on_load``."""
 
@@ -96,7 +100,9 @@ class FakeWorld:
         self.training_open = asyncio.Event()
         self.training_open.set()
         self.on_train: Callable[[TrainTask], None] = lambda _: None
-        self.on_load: Callable[[EngineTask], None] = lambda _: None
+        self.on_load: Callable[[EngineTask], Awaitable[None]] = _no_load_fault
+        self.unloadable: set[int] = set()
+        """Versions in place of which an engine that starts serves what it had before."""
         self.stream_error = ""
         self.paused = False
         self.admitted: list[int] = []
@@ -279,14 +285,15 @@ class FakeWorld:
     @activity.defn
     async def engine_supervise(self, task: EngineTask) -> None:
         known = self.engines.get(task.node)
-        if known is None or known.version < task.weights.version:
+        if known is None or (known.version < task.weights.version and task.weights.version not in self.unloadable):
             self.engines[task.node] = task.weights
         await self._report(task, version=self.engines[task.node].version, url=f"http://{task.node}")
         await self._until_parked(f"engine {task.node}", asyncio.Event().wait())
 
     @activity.defn
     async def engine_load(self, task: EngineTask) -> int:
-        self.on_load(task)
+        self.log.append(f"begin load {task.weights.version} on {task.node}")
+        await beating(self.on_load(task))
         self.engines[task.node] = task.weights
         self.log.append(f"load {task.weights.version} on {task.node}")
         return task.weights.version

@@ -67,12 +67,12 @@ class HttpEngine:
     Args:
         url: base URL, e.g. ``http://127.0.0.1:31000``.
         deadline_s: of one control call (pause, resume, abort, info, ...).
-        load_deadline_s: of one weight update.
+        load_deadline_s: of one weight update; whoever orders one has a limit of its own.
         stall_s: longest silence of a generation's stream, pauses included.
     """
 
     def __init__(
-        self, url: str, *, deadline_s: float = 30.0, load_deadline_s: float = 300.0, stall_s: float = 600.0
+        self, url: str, *, deadline_s: float = 30.0, load_deadline_s: float = 3600.0, stall_s: float = 600.0
     ) -> None:
         self.url = url.rstrip("/")
         self._deadline_s = deadline_s

@@ -27,6 +27,13 @@ FaultKind = Literal[
     "nan",  # one log-prob that is NaN
 ]
 
+LoadFault = Literal[
+    "refuse",  # the old weights stay
+    "wrong_checksum",  # loaded, but other weights than those that were asked for
+    "death",  # the connection drops; the engine stays dead until revive()
+    "hang",  # no answer, and no end, until ScriptedEngine.release_loads()
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -76,15 +83,19 @@ def top_of(request: GenerateRequest, vocab_size: int, token: int, logprob: float
 
 
 _PLAYS = TypeAdapter(tuple[Play, ...])
+_LOADS = TypeAdapter(dict[str, LoadFault])
 
 
 def load_script(file: Path) -> dict[str, Any]:
-    """Read ``{"plays": [{"ids": [...], "fault": {"kind": ..., "after": n}, ...}], "vocab_size": ...}``.
+    """Read ``{"plays": [{"ids": [...], "fault": {"kind": ..., "after": n}, ...}], "loads": {"3": "refuse"}}``.
 
-    The keys of a play are the fields of :class:`Play`; all other keys are arguments of the engine.
+    The keys of a play are the fields of :class:`Play`, those of ``loads`` weight versions; all other keys are arguments
+    of the engine.
     """
     try:
         script = json.loads(file.read_text())
-        return {**script, "plays": _PLAYS.validate_python(script.get("plays", []))}
+        plays, loads = script.get("plays", []), script.get("loads", {})
+        checked = {"plays": _PLAYS.validate_python(plays), "loads": _LOADS.validate_python(loads)}
+        return {**script, **checked}
     except (OSError, ValueError, TypeError, ValidationError) as error:
         raise ConfigError(f"script {file}: {error}") from error

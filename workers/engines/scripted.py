@@ -5,9 +5,10 @@ For tests of whatever talks to an engine, ours and our users'. In process::
     async with ScriptedEngine(plays=[Play(ids=(5, 6, 2), fault=Fault("death", after=2))]) as engine:
         ...  # talk to engine.url; engine.outputs says what was really sent
 
-or as a process: ``python -m workers.engines.scripted --script FILE.json --port N``. A request takes the next play; when
-none is left it gets :func:`hash_play`, a deterministic function of its prompt that survives a cut: continued from
-prompt + output so far, it plays what it would have played.
+or as a process: ``python -m workers.engines.scripted --script FILE.json --port N``; one that a node agent starts finds
+the file in the variable ``SCRIPTED_ENGINE``. A request takes the next play; when none is left it gets
+:func:`hash_play`, a deterministic function of its prompt that survives a cut: continued from prompt + output so far, it
+plays what it would have played.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +29,7 @@ from storage.errors import ConfigError, EngineRejected
 from workers.engines.base import FEATURES, FinishKind, PauseMode
 from workers.engines.checkpoint import check_headers, read_json, verified_digest
 from workers.engines.flags import parser
-from workers.engines.script import FaultKind, Play, hash_play, load_script, top_of
+from workers.engines.script import FaultKind, LoadFault, Play, hash_play, load_script, top_of
 from workers.engines.server import DropConnection, LoadRequest, Server, bind, serve_until_signalled
 from workers.engines.wire import GenerateRequest, Limits, VersionSpans, event, finish_reason
 
@@ -53,6 +55,7 @@ class ScriptedEngine:
         plays: taken by requests in order of arrival.
         respond: chooses the play of a request that finds no play left; None: :func:`hash_play`.
         delay_s: pause before each event.
+        loads: what goes wrong with a weight update, by its version.
         strict_loads: refuse a weight update whose directory is not an intact checkpoint; otherwise any path will do.
     """
 
@@ -66,6 +69,7 @@ class ScriptedEngine:
         weight_version: str = "0",
         model_path: str = "scripted",
         delay_s: float = 0.0,
+        loads: Mapping[str, LoadFault] = {},
         strict_loads: bool = False,
     ) -> None:
         self.requests: list[GenerateRequest] = []
@@ -80,6 +84,8 @@ class ScriptedEngine:
         self._respond = respond or (lambda request: hash_play(request, vocab_size))
         self._limits = Limits(vocab_size, max_context, stop_strings=True, features=FEATURES["scripted"])
         self._delay_s = delay_s
+        self._loads = loads
+        self._loads_open = asyncio.Event()
         self._strict_loads = strict_loads
         self._model_path = model_path
         self._memory = True
@@ -111,6 +117,10 @@ class ScriptedEngine:
             if rid in (None, output.request.rid):
                 output.released = True
         await self._notify()
+
+    def release_loads(self) -> None:
+        """Let weight updates that hang go on."""
+        self._loads_open.set()
 
     async def die(self) -> None:
         """Drop every connection and refuse new ones, as after SIGKILL."""
@@ -238,12 +248,20 @@ class ScriptedEngine:
         await self._notify()
 
     async def load(self, request: LoadRequest) -> dict[str, Any]:
+        fault = self._loads.get(request.version or "")
+        if fault == "refuse":
+            raise EngineRejected(f"the script refuses version {request.version}")
+        if fault == "death":
+            await self.die()
+            raise DropConnection
+        if fault == "hang":
+            await self._loads_open.wait()
         digest = await asyncio.to_thread(self._digest, Path(request.path))
         if request.abort_all:
             await self.abort(None)
         self._model_path = request.path
         self.version = request.version if request.version is not None else self.version
-        return {"checksum": digest}
+        return {"checksum": "other weights" if fault == "wrong_checksum" else digest}
 
     def _digest(self, directory: Path) -> str:
         if self._strict_loads:
@@ -314,7 +332,12 @@ def _encode(value: dict[str, Any]) -> bytes:
 
 def main() -> int:
     flags = parser("Plays scripted tokens over SGLang's native wire.")
-    flags.add_argument("--script", type=Path, help="JSON file of plays; without one every answer depends on its prompt")
+    flags.add_argument(
+        "--script",
+        type=Path,
+        default=os.environ.get("SCRIPTED_ENGINE"),
+        help="JSON file of plays and faults; without one every answer depends on its prompt",
+    )
     arguments = flags.parse_args()
     try:
         options = load_script(arguments.script) if arguments.script else {}

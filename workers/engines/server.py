@@ -107,15 +107,10 @@ class Application:
         parsed = parse_generate(await request.read(), default_rid=uuid.uuid4().hex)
         events = self._backend.generate(parsed)
         async with contextlib.aclosing(events):
-            try:
-                first = await anext(events, None)
-                if not parsed.stream:
-                    return self._answer(await _collect(first, events))
-                return await self._stream(request, first, events)
-            except DropConnection:
-                if request.transport is not None:
-                    request.transport.abort()
-                return web.Response()
+            first = await anext(events, None)
+            if not parsed.stream:
+                return self._answer(await _collect(first, events))
+            return await self._stream(request, first, events)
 
     async def _stream(
         self, request: web.Request, first: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]]
@@ -223,6 +218,10 @@ async def _errors(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
+    except DropConnection:
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
     except EngineRejected as error:
         return web.json_response({"error": {"message": str(error)}}, status=400)
     except EngineError as error:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from storage.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, IntegrityError
 from storage.ports import free_port
+from storage.weights import WeightsStore
 from workers.cluster import StateFolder
-from workers.engines.base import Engine
+from workers.engines.base import Engine, Loaded
 from workers.engines.kinds import KINDS, connect, kind_of
 from workers.engines.launch import Place
 from workers.node_agent.sender import sending
@@ -68,30 +69,31 @@ class EngineHost:
             await self._wait_ready(found, task.spec.engine.start_limit_s)
             found = await self._confirm(found, task)
             await self._engine(found).resume()
-            return self._remember(found, epoch=task.epoch)
+            return found
 
     async def load(self, task: EngineTask) -> int:
         """Change weights between two tokens; returns the version the engine confirmed by checksum."""
         async with self._lock:
             found = self._must_run()
-            if found.serving == task.weights:
-                return task.weights.version
             engine = self._engine(found)
-            await engine.pause(task.spec.engine.sync_mode)
-            try:
-                await self._load(found, task)
-            except (EngineError, IntegrityError):
-                with contextlib.suppress(EngineError):  # it may be gone; the failed load is what matters
-                    await engine.resume()
-                raise
+            if found.serving != task.weights:
+                await engine.pause(task.spec.engine.sync_mode)
+                try:
+                    await self._load(found, task)
+                except (EngineError, IntegrityError):
+                    with contextlib.suppress(EngineError):  # it may be gone; the failed load is what matters
+                        await engine.resume()
+                    raise
             await engine.resume()
-            self._remember(found, epoch=task.epoch, serving=task.weights)
             return task.weights.version
 
     async def hold(self, paused: bool) -> None:
         """Pause (True) or resume (False) the engine where it is."""
         async with self._lock:
-            engine = self._engine(self._must_run())
+            found = self._must_run()
+            if found.serving is None and not paused:
+                raise EngineUnavailable(f"the engine on {self._node} stays paused until its weights are confirmed")
+            engine = self._engine(found)
             await (engine.pause("in_place") if paused else engine.resume())
 
     async def park(self) -> None:
@@ -112,6 +114,7 @@ class EngineHost:
             found = self.resident()
             if found is not None and found.run == run:
                 await found.process.end()
+                self._pin(run)
                 self._file.unlink(missing_ok=True)
 
     async def until_dead(self, found: EngineResidency) -> str:
@@ -184,9 +187,9 @@ class EngineHost:
         if good is not None and good.version > task.weights.version:
             task = task.model_copy(update={"weights": good})
         if found.serving == task.weights:
-            return found
+            return self._write(found.model_copy(update={"epoch": task.epoch}))
         try:
-            await self._load(found, task)
+            return await self._load(found, task)
         except (EngineError, IntegrityError):
             if good is None or good == task.weights:
                 raise
@@ -195,21 +198,27 @@ class EngineHost:
             if not found.process.alive():
                 found = await self._start(task, found)
                 await self._wait_ready(found, task.spec.engine.start_limit_s)
-            await self._load(found, task)
-        return self._remember(found, epoch=task.epoch, serving=task.weights)
+            return await self._load(found, task)
 
-    async def _load(self, found: EngineResidency, task: EngineTask) -> None:
+    async def _load(self, found: EngineResidency, task: EngineTask) -> EngineResidency:
         """Load and compare. An engine that refuses goes on with the weights it has; one that fails otherwise is ended,
-        since nobody knows what it serves: it restarts on the last good version."""
-        weights, engine = task.weights, self._engine(found)
+        since nobody knows what it serves: it restarts on the last good version. Until the end of the change the
+        residency says that its weights are not known, so whoever finds it after a kill confirms them anew."""
+        weights, limit_s = task.weights, task.spec.engine.load_limit_s
+        self._pin(task.run, found.good, weights)
+        self._write(found.model_copy(update={"epoch": task.epoch, "serving": None}))
         try:
-            if task.spec.engine.transfer == "collective":
-                async with sending(weights.path, engine_ranks=task.spec.engine.tensor_parallel) as transfer:
-                    loaded = await engine.load_weights(weights.path, weights.version, transfer)
-            else:
-                loaded = await engine.load_weights(weights.path, weights.version)
+            async with asyncio.timeout(limit_s):
+                loaded = await self._transfer(self._engine(found), task)
         except EngineRejected:
+            self._write(found.model_copy(update={"epoch": task.epoch}))
             raise
+        except TimeoutError:
+            await found.process.end()
+            raise EngineUnavailable(
+                f"the engine on {self._node} has not loaded version {weights.version} within {limit_s:g} s "
+                "(engine.load_limit_s): it was ended"
+            ) from None
         except EngineError:
             await found.process.end()
             raise
@@ -219,6 +228,21 @@ class EngineHost:
                 f"the engine on {self._node} loaded {weights.path} with checksum {loaded.checksum}, "
                 f"version {weights.version} was published with {weights.digest}: the engine was ended"
             )
+        self._pin(task.run, weights)
+        return self._write(found.model_copy(update={"epoch": task.epoch, "serving": weights, "good": weights}))
+
+    async def _transfer(self, engine: Engine, task: EngineTask) -> Loaded:
+        weights, options = task.weights, task.spec.engine
+        if options.transfer == "disk":
+            return await engine.load_weights(weights.path, weights.version)
+        async with sending(
+            weights.path, engine_ranks=options.tensor_parallel, limit_s=options.load_limit_s
+        ) as transfer:
+            return await engine.load_weights(weights.path, weights.version, transfer)
+
+    def _pin(self, run: str, *held: WeightsRef | None) -> None:
+        """Keep from collection what the engine may need: the version it serves or falls back to, and the next one."""
+        WeightsStore(self._state.weights(run)).pin(self._node, [weights.path for weights in held if weights])
 
     async def _drain(self, engine: Engine) -> None:
         """Its route is closed, so requests end by themselves; what does not is aborted."""
@@ -251,11 +275,9 @@ class EngineHost:
             self._adapters[found.url] = self._connect(found.kind, found.url)
         return self._adapters[found.url]
 
-    def _remember(self, found: EngineResidency, *, epoch: int, serving: WeightsRef | None = None) -> EngineResidency:
-        change = {"epoch": epoch} if serving is None else {"epoch": epoch, "serving": serving, "good": serving}
-        changed = found.model_copy(update=change)
-        changed.write(self._file)
-        return changed
+    def _write(self, found: EngineResidency) -> EngineResidency:
+        found.write(self._file)
+        return found
 
 
 def _good(last: EngineResidency | None, run: str) -> WeightsRef | None:

@@ -32,10 +32,15 @@ class Nodes:
         self.state = state
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
+    def script(self, node: str, script: str) -> None:
+        """What goes wrong with the engines that start on a node from now on."""
+        (self.state.root / f"script-{node}.json").write_text(script)
+
     def start_agent(self, node: str) -> None:
         command = [sys.executable, str(AGENT), str(self.state.root), node, ",".join(sorted(NODES[node]))]
+        environment = {**os.environ, "SCRIPTED_ENGINE": str(self.state.root / f"script-{node}.json")}
         with (self.state.root / f"agent-{node}.log").open("ab") as log:
-            self.agents[node] = subprocess.Popen(command, stdout=log, stderr=log)
+            self.agents[node] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def kill_agent(self, node: str) -> None:
         self.agents[node].kill()
@@ -104,6 +109,7 @@ async def nodes(client: Client, temporal_address: str, tmp_path: Path) -> AsyncI
     async with world.running():
         try:
             for node in NODES:
+                nodes.script(node, "{}")
                 nodes.start_agent(node)
             yield nodes
         finally:
@@ -166,6 +172,23 @@ async def test_a_step_whose_rank_is_killed_gives_the_same_weights_when_it_is_rep
     published = WeightsStore(nodes.state.weights(world.run)).latest()
     assert published is not None
     assert published.digest == expected_digest(nodes, steps=2)
+
+
+async def test_an_engine_that_new_weights_kill_restarts_on_the_old_ones_and_takes_the_next(nodes: Nodes) -> None:
+    nodes.script("b", '{"loads": {"1": "death"}}')
+    world = nodes.world
+    run = await world.start(nodes.spec(steps=3))
+    await eventually(lambda: nodes.serving("b", 0), "the initial weights on b")
+    first = nodes.pid("b")
+    await world.until("claim 0.1")
+    world.claims_open.clear()
+    await world.until("route b open 2")
+    world.claims_open.set()
+
+    assert (await run.result()).version == 3
+    assert "route b open 1" not in world.log
+    assert world.position("route b held 0") < world.position("route b closed") < world.position("route b open 2")
+    assert f"pid {first}) has died" in (nodes.state.root / "agent-b.log").read_text()
 
 
 def expected_digest(nodes: Nodes, steps: int) -> str:

@@ -160,10 +160,10 @@ async def test_a_strict_engine_refuses_a_directory_that_is_no_checkpoint(tmp_pat
 
 def test_a_script_file_is_read_with_its_faults(tmp_path: Path) -> None:
     file = tmp_path / "script.json"
-    file.write_text(
-        json.dumps({"vocab_size": 9, "plays": [{"ids": [1, 2], "fault": {"kind": "death", "after": 1}, "chunk": 2}]})
-    )
-    assert load_script(file) == {"vocab_size": 9, "plays": (Play(ids=(1, 2), chunk=2, fault=Fault("death", 1)),)}
+    play = {"ids": [1, 2], "fault": {"kind": "death", "after": 1}, "chunk": 2}
+    file.write_text(json.dumps({"vocab_size": 9, "plays": [play], "loads": {"3": "hang"}}))
+    plays = (Play(ids=(1, 2), chunk=2, fault=Fault("death", 1)),)
+    assert load_script(file) == {"vocab_size": 9, "plays": plays, "loads": {"3": "hang"}}
 
 
 def test_a_script_with_an_unknown_fault_is_refused_by_name(tmp_path: Path) -> None:

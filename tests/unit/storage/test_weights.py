@@ -102,3 +102,13 @@ def test_old_versions_and_abandoned_folders_are_collected(store: WeightsStore) -
     assert (abandoned.exists(), being_written.exists()) == (False, True)
     with pytest.raises(ConfigError, match="at least one"):
         store.collect(0)
+
+
+def test_versions_that_a_node_holds_outlive_any_number_of_newer_ones(store: WeightsStore, tmp_path: Path) -> None:
+    refs = [publish(store, version, str(version)) for version in range(5)]
+    store.pin("slow", [refs[0].path, str(tmp_path / "initial-model")])
+    store.pin("quick", [refs[1].path])
+    store.pin("quick", [refs[4].path])
+    assert store.collect(1) == refs[1:4]
+    store.pin("slow", [])
+    assert store.collect(1) == refs[:1]
