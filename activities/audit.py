@@ -10,7 +10,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from activities.beat import beating
 from workflows import calls
-from workflows.messages import AuditInput, LeaseStatus, PoolStatus, ReleaseLease, Revoke
+from workflows.messages import AuditInput, LeaseStatus, PoolStatus, ReleaseLease, Revoke, WithdrawRequest
 
 CONFIRM_S = 3.0
 
@@ -23,7 +23,7 @@ class AuditActivities:
 
     @activity.defn(name="audit_pool")
     async def audit_pool(self, task: AuditInput) -> list[str]:
-        """Release leases whose workflow has ended, revoke those whose owner has, stop streams without a run."""
+        """Release leases whose workflow has ended, revoke those whose owner has; the same for requests and streams."""
         return await beating(self._audit(task.pool))
 
     async def _audit(self, pool: str) -> list[str]:
@@ -36,13 +36,28 @@ class AuditActivities:
             release = ReleaseLease(lease=lease.lease, epoch=lease.epoch)
             await self._client.get_workflow_handle(pool).signal("release", release)
             found.append(f"released {lease.lease}/{lease.epoch}: its workflow has ended")
-        return found + await self._ownerless(pool) + await self._streams_without_run()
+        return found + await self._ownerless(pool) + await self._orphans(pool) + await self._streams_without_run()
 
     async def _leases(self, pool: str) -> tuple[LeaseStatus, ...]:
+        status = await self._status(pool)
+        return status.leases if status else ()
+
+    async def _status(self, pool: str) -> PoolStatus | None:
         if not await self._runs(pool):
-            return ()
+            return None
         status: PoolStatus = await self._client.get_workflow_handle(pool).query("status", result_type=PoolStatus)
-        return status.leases
+        return status
+
+    async def _orphans(self, pool: str) -> list[str]:
+        """Requests that wait for a workflow which has ended: they would reserve nodes for nobody."""
+        status = await self._status(pool)
+        found = []
+        for request in status.requests if status else ():
+            if request.waiting_for and not await self._runs(request.owner):
+                order = WithdrawRequest(request_id=request.request_id, reason=f"its owner {request.owner} has ended")
+                await self._client.get_workflow_handle(pool).signal("withdraw", order)
+                found.append(f"withdrew {request.request_id}: its owner has ended")
+        return found
 
     async def _dead_leases(self, pool: str) -> list[LeaseStatus]:
         leases = await self._leases(pool)

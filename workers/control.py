@@ -42,7 +42,7 @@ from workflows.data_stream import DataStream
 from workflows.evaluation import Evaluation
 from workflows.lease import Lease
 from workflows.messages import AuditInput
-from workflows.pool_audit import PoolAudit
+from workflows.pool_audit import PoolAudit, PoolCommand
 from workflows.queues import CONTROL_QUEUE
 from workflows.resource_pool import ResourcePool
 from workflows.rl_step import RlStep
@@ -50,7 +50,7 @@ from workflows.training_run import TrainingRun
 
 log = logging.getLogger(__name__)
 
-WORKFLOWS = [TrainingRun, RlStep, Lease, ResourcePool, DataStream, Evaluation, PoolAudit]
+WORKFLOWS = [TrainingRun, RlStep, Lease, ResourcePool, DataStream, Evaluation, PoolAudit, PoolCommand]
 AUDIT_EVERY = timedelta(seconds=60)
 PROXY_LIMIT_S = 20.0
 

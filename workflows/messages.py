@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from workflows.scheduling.decision import Decision
 from workflows.spec import RunSpec, Tag
 
 Role = Literal["engine", "trainer"]
@@ -72,37 +73,58 @@ class NodeInfo(Message):
 
     id: str
     tags: frozenset[Tag]
-    train_priority: float = 0.0
+    train_priority: float | None = None
+    """None: as the node is measured."""
     boot_id: str
     epoch: int = 0
 
 
-class NodeName(Message):
-    """One node, by id."""
+class NodeCommand(Message):
+    """What every human command on a node carries into the audit table."""
 
     node: str
+    actor: str = "unknown"
+    why: str = ""
 
 
-class SetTags(Message):
+class NodeName(NodeCommand):
+    """Updates ``remove_node`` and ``lose_node``: one node, by id."""
+
+
+class SetTags(NodeCommand):
     """Update ``set_tags``: replace a node's capability tags."""
 
-    node: str
     tags: frozenset[Tag]
 
 
-class PreemptNode(Message):
+class PreemptNode(NodeCommand):
     """Update ``preempt``: take the node's lease away; with ``hold`` it stays free until ``set_tags`` or drain undo."""
 
-    node: str
     reason: str = Field(min_length=1)
     hold: bool = False
 
 
-class DrainNode(Message):
+class DrainNode(NodeCommand):
     """Update ``drain``: end the node's lease and grant nothing on it; ``undo`` takes it back into service."""
 
-    node: str
     undo: bool = False
+
+
+class SetShare(Message):
+    """Update ``set_share``: what a run may have of the pool from now on, whatever its run file says."""
+
+    run: str
+    priority: int = 0
+    quota: int | None = Field(default=None, ge=1)
+    actor: str = "unknown"
+    why: str = ""
+
+
+class NodeProfiled(Message):
+    """Signal ``profiled``: the roofline's order of training for a node that was measured."""
+
+    node: str
+    train_priority: float
 
 
 class NodeSeen(Message):
@@ -132,6 +154,13 @@ class LeaseRequest(Message):
     spec: RunSpec
 
 
+class QueueNotice(Message):
+    """Signal ``queued``: the pool tells the owner of a request what it waits for."""
+
+    request_id: str
+    waiting_for: str
+
+
 class WithdrawRequest(Message):
     """Signal ``withdraw``: the request is over; its leases are revoked."""
 
@@ -146,13 +175,6 @@ class ReleaseLease(Message):
     epoch: int
 
 
-class Decision(Message):
-    """One scheduling decision and the facts it used."""
-
-    what: str
-    why: str
-
-
 class NodeStatus(Message):
     node: str
     tags: tuple[str, ...]
@@ -160,6 +182,30 @@ class NodeStatus(Message):
     activity: str
     epoch: int
     lease: str | None
+    train_priority: float = 0.0
+    why: str = ""
+    """Why it does what it does now."""
+    since: float = 0.0
+    """Unix seconds of that decision."""
+
+
+class RequestStatus(Message):
+    """A demand of a run. ``waiting_for``: empty once it has a lease."""
+
+    request_id: str
+    run: str
+    role: str
+    owner: str
+    waiting_for: str
+
+
+class ShareStatus(Message):
+    """A run's place in the queue for nodes, and what it holds."""
+
+    run: str
+    priority: int
+    quota: int | None
+    holds: int
 
 
 class PoolStatus(Message):
@@ -167,9 +213,14 @@ class PoolStatus(Message):
 
     cluster: str
     nodes: tuple[NodeStatus, ...]
-    waiting: tuple[str, ...]
+    requests: tuple[RequestStatus, ...]
+    """In the order in which they are served."""
+    shares: tuple[ShareStatus, ...]
     decisions: tuple[Decision, ...]
     leases: tuple[LeaseStatus, ...]
+
+    def node(self, name: str) -> NodeStatus | None:
+        return next((node for node in self.nodes if node.node == name), None)
 
 
 class LeaseStatus(Message):
@@ -377,6 +428,8 @@ class RunState(Message):
     engines_wanted: bool = False
     engine_request: str = ""
     """Id of the standing request for engines; a new one after each give-back."""
+    queue_notice: str = ""
+    """What the pool says that this request waits for."""
     evaluations: tuple[EvaluationOutcome, ...] = ()
     last_metrics: dict[str, float] = Field(default_factory=dict)
     last_failure: str = ""

@@ -24,6 +24,7 @@ from workflows.messages import (
     LeaseEvent,
     LeaseRequest,
     ManifestRef,
+    QueueNotice,
     Revoke,
     StepInput,
     StepPause,
@@ -61,6 +62,7 @@ class RlStep:
         self.manifest = task.replay
         self.lease: LeaseEvent | None = None
         self.lost = ""
+        self.queue_notice = ""
 
     # Messages
 
@@ -91,13 +93,18 @@ class RlStep:
     def lease_lost(self, event: LeaseEvent) -> None:
         self._lease_over(event)
 
+    @workflow.signal(description="Sent by the pool: what the request for the gang waits for; empty: nothing.")
+    def queued(self, notice: QueueNotice) -> None:
+        self.queue_notice = notice.waiting_for
+        self._show()
+
     @workflow.query(description="Phase, manifest, lease and what the step waits for.")
     def status(self) -> StepStatus:
         return StepStatus(
             lineage=self.task.lineage,
             step=self.task.step,
             phase=self.phase,
-            waiting_for=self.waiting_for,
+            waiting_for=self._waiting(),
             manifest=self.manifest,
             lease=f"{self.lease.lease}/{self.lease.epoch}" if self.lease else None,
         )
@@ -289,6 +296,11 @@ class RlStep:
         if self.stopping and not condition():
             raise _Stopped
 
+    def _waiting(self) -> str:
+        return (
+            f"{self.waiting_for} ({self.queue_notice})" if self.waiting_for and self.queue_notice else self.waiting_for
+        )
+
     def _set_phase(self, phase: str) -> None:
         self.phase = phase
         workflow.upsert_search_attributes(
@@ -305,7 +317,7 @@ class RlStep:
         namespace = workflow.info().namespace
         lines = [f"### {self.task.spec.run}, step {self.task.step}: {self.phase}", ""]
         if self.waiting_for:
-            lines += [f"Waits for {self.waiting_for}.", ""]
+            lines += [f"Waits for {self._waiting()}.", ""]
         if self.lease:
             lease = calls.lease_id(self.lease.lease, self.lease.epoch)
             lines += [f"* trains on {', '.join(self.lease.members)} ({link('lease', namespace, lease)})"]

@@ -226,6 +226,16 @@ class PipelineSpec(Spec):
         return self
 
 
+class PoolSpec(Spec):
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Runs with a higher one are served first and take nodes from those with a lower one; equal ones queue in order of
+    arrival."""
+    quota: int | None = Field(default=None, ge=1)
+    """Nodes the run may claim while other runs want them; beyond, it borrows what nobody wants and gives it back."""
+    queue_limit_s: float = Field(default=604800.0, gt=0)
+    """The run waits at most this long for its first node; then it fails, and says who held the nodes."""
+
+
 class JournalSpec(Spec):
     keep_s: float | None = Field(default=3600.0, ge=0)
     """The token records of a session leave the journal this long after its end, once its sample is trained on, filtered
@@ -265,6 +275,7 @@ class RunSpec(Spec):
     algorithm: AlgorithmSpec = AlgorithmSpec()
     trainer: TrainerSpec = TrainerSpec()
     pipeline: PipelineSpec = PipelineSpec()
+    pool: PoolSpec = PoolSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     journal: JournalSpec = JournalSpec()
 

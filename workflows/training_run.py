@@ -44,6 +44,7 @@ from workflows.messages import (
     LeaseRequest,
     NodeRun,
     Pause,
+    QueueNotice,
     RewindInput,
     RunInput,
     RunResult,
@@ -197,6 +198,12 @@ class TrainingRun:
             self.fatal = f"engines were lost {self.state.engine_losses} times in a row; the last: {event.reason}"
         self._forget(event)
 
+    @workflow.signal(description="Sent by the pool: what the run's request for engines waits for; empty: nothing.")
+    def queued(self, notice: QueueNotice) -> None:
+        if notice.request_id == self.state.engine_request:
+            self.state.queue_notice = notice.waiting_for
+            self._show()
+
     @workflow.signal(description='Look again at what the run waits for: {"what": "look"}')
     def wake(self, wake: Wake) -> None:
         if wake.what == "data_failed":
@@ -216,7 +223,7 @@ class TrainingRun:
             version=self._version(),
             paused=state.paused.mode if state.paused else None,
             stopping=state.stopping.mode if state.stopping else None,
-            waiting_for=self.waiting_for,
+            waiting_for=self._waiting(),
             engines=tuple(state.engines[key] for key in sorted(state.engines)),
             evaluations=state.evaluations,
             metrics=state.last_metrics,
@@ -262,6 +269,8 @@ class TrainingRun:
         await self._want_engines()
         self.state.started = True
         nodes = ", ".join(pipeline.rollout_nodes(self.spec))
+        in_queue = timedelta(seconds=self.spec.pool.queue_limit_s)
+        await self._wait_unpaused(f"one of the nodes {nodes}", lambda: bool(self.state.engines), in_queue)
         await self._wait_unpaused(f"an engine on {nodes}", lambda: bool(self._ready()), ENGINE_LIMIT)
         await self._warm_trainer()
         await self._evaluate_if_due(first=True)
@@ -641,8 +650,9 @@ class TrainingRun:
         try:
             await workflow.wait_condition(lambda: condition() or self._cut_short(), timeout=limit)
         except TimeoutError:
+            failure = self.state.last_failure or "none"
             raise ApplicationError(
-                f"run {self.spec.run} waited {limit} for {what}; last failure: {self.state.last_failure or 'none'}",
+                f"run {self.spec.run} waited {limit} for {self._waiting()}; last failure: {failure}",
                 type="DeadlineError",
                 non_retryable=True,
             ) from None
@@ -666,6 +676,10 @@ class TrainingRun:
         finally:
             self._waits_for("")
 
+    def _waiting(self) -> str:
+        notice = self.state.queue_notice
+        return f"{self.waiting_for} ({notice})" if self.waiting_for and notice else self.waiting_for or notice
+
     def _waits_for(self, what: str) -> None:
         self.waiting_for = what
         self._show()
@@ -677,5 +691,5 @@ class TrainingRun:
 
     def _show(self) -> None:
         """Renew the page that the UI shows; it is asked for like a query and is no part of history."""
-        view = RunView(self.spec, self.state, self.waiting_for, self.step_running, workflow.info().namespace)
+        view = RunView(self.spec, self.state, self._waiting(), self.step_running, workflow.info().namespace)
         workflow.set_current_details(run_page(view))

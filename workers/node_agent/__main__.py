@@ -19,7 +19,9 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="state folder of the cluster")
     parser.add_argument("--node", required=True, help="id of this node")
     parser.add_argument("--tags", default="rollout", help="capability tags, separated by commas")
-    parser.add_argument("--train-priority", type=float, default=0.0, help="order in which nodes are taken for training")
+    parser.add_argument(
+        "--train-priority", type=float, help="order in which nodes are taken for training; default: as measured"
+    )
     parser.add_argument("--advertise", default="127.0.0.1", help="address under which nodes and proxy reach it")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

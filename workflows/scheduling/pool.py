@@ -1,195 +1,137 @@
-"""The resource pool as a value: nodes, demands, leases, and transitions between such values.
+"""The resource pool as a value: transitions that take a pool and return the next one and the actions it owes.
 
-A transition takes a pool and returns :class:`Outcome`: the next pool and the
-actions the world owes to it. Nothing here waits, reads a clock or knows
-Temporal; the ``ResourcePool`` workflow and the simulator drive the same code.
+Nothing here waits, reads a clock or knows Temporal; the ``ResourcePool`` workflow and the simulator drive the same
+code, the workflow by events (:mod:`workflows.scheduling.pool_events`).
 
 Rules
     * a node is in at most one lease; a lease's epoch is above every earlier epoch of its members;
     * a gang is granted as a whole or not at all;
-    * a higher priority takes nodes from a lower one by *revoking* its lease; the nodes are granted once it has ended;
-    * a demand that was passed over :data:`PATIENCE` times goes first, whatever its priority.
+    * who gets what: :mod:`workflows.scheduling.granting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from workflows.scheduling.decision import Decision
+from workflows.scheduling.granting import PATIENCE, revoke, settle
+from workflows.scheduling.pool_state import (
+    Action,
+    Demand,
+    Fence,
+    Grant,
+    Health,
+    Lease,
+    Node,
+    Outcome,
+    Pool,
+    Revoke,
+    Share,
+    explained,
+    with_lease,
+    with_node,
+)
 
-from pydantic import BaseModel, ConfigDict
+__all__ = [
+    "PATIENCE",
+    "Action",
+    "Demand",
+    "Fence",
+    "Grant",
+    "Lease",
+    "Node",
+    "Outcome",
+    "Pool",
+    "Revoke",
+    "Share",
+    "add_node",
+    "drain",
+    "node_lost",
+    "node_seen",
+    "preempt",
+    "profiled",
+    "released",
+    "remove_node",
+    "request",
+    "set_share",
+    "set_tags",
+    "tick",
+    "withdraw",
+]
 
-PATIENCE = 8
-"""Grants to others that a demand tolerates before it goes first."""
-KEPT_DECISIONS = 20
 KEPT_REQUESTS = 200
-
-Health = Literal["up", "lost", "held", "draining", "leaving"]
-LeaseState = Literal["held", "revoking"]
-
-
-class Value(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Node(Value):
-    """A machine, or one GPU set, that one node agent owns."""
-
-    id: str
-    tags: frozenset[str]
-    """What the node can do."""
-    train_priority: float = 0.0
-    """Order in which nodes are taken for training, highest first."""
-    boot_id: str = ""
-    epoch: int = 0
-    """Highest epoch ever granted on this node."""
-    health: Health = "up"
-    """``held``: taken away by hand. ``draining``: nothing is granted. ``leaving``: removed as soon as it is free."""
-    found_again: Health = "up"
-    """Health of a lost node once it is seen again: what a human took away stays away."""
-    last_seen: float = 0.0
-
-
-class Demand(Value):
-    """Somebody wants nodes. ``count`` None: a standing demand for every matching node, one lease each."""
-
-    request_id: str
-    run: str
-    role: str
-    tag: str
-    candidates: frozenset[str] = frozenset()
-    """Node ids that may be used; empty allows all."""
-    count: int | None = None
-    priority: int = 0
-    owner: str = ""
-    arrived: int = 0
-    passed: int = 0
-    """Grants to others, on nodes this demand could use, since its last grant."""
-
-
-class Lease(Value):
-    """The right to use ``members`` in one role until revoked; ``epoch`` fences older holders."""
-
-    id: str
-    epoch: int
-    request_id: str
-    run: str
-    role: str
-    tag: str
-    members: tuple[str, ...]
-    owner: str
-    priority: int
-    state: LeaseState = "held"
-
-    @property
-    def key(self) -> str:
-        return f"{self.id}/{self.epoch}"
-
-
-class Grant(Value):
-    """Start the lease."""
-
-    kind: Literal["grant"] = "grant"
-    lease: Lease
-
-
-class Revoke(Value):
-    """Tell the lease to park and end."""
-
-    kind: Literal["revoke"] = "revoke"
-    lease: Lease
-    reason: str
-
-
-class Fence(Value):
-    """Tell the lease that a member is dead: it must end without waiting for it."""
-
-    kind: Literal["fence"] = "fence"
-    lease: Lease
-    node: str
-    reason: str
-
-
-Action = Grant | Revoke | Fence
-
-
-class Explained(Value):
-    """A decision and the facts it used."""
-
-    what: str
-    why: str
-
-
-class Pool(Value):
-    """All that a cluster's pool knows. Small: about half a kilobyte a node."""
-
-    cluster: str = "local"
-    nodes: dict[str, Node] = {}
-    demands: dict[str, Demand] = {}
-    leases: dict[str, Lease] = {}
-    """By ``id/epoch``."""
-    serial: int = 0
-    last_tick: float = 0.0
-    decisions: tuple[Explained, ...] = ()
-    seen_requests: tuple[str, ...] = ()
-
-    def lease_of(self, node: str) -> Lease | None:
-        """The lease that ``node`` is a member of."""
-        return next((lease for lease in self.leases.values() if node in lease.members), None)
-
-    def leases_for(self, request_id: str) -> list[Lease]:
-        return [lease for lease in self.leases.values() if lease.request_id == request_id]
-
-
-class Outcome(NamedTuple):
-    """The pool after a transition, and what has to be done because of it, in order."""
-
-    pool: Pool
-    actions: list[Action]
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
 def add_node(pool: Pool, node: Node, now: float) -> Outcome:
-    """A node registers, or registers again after its agent restarted: it keeps its lease and its epoch grows only."""
+    """A node registers, or registers again after its agent restarted: it keeps its lease and its epoch grows only.
+
+    If its machine was restarted meanwhile, nothing of the lease is left on it, and the lease is fenced.
+    """
     known = pool.nodes.get(node.id)
-    epoch = max(node.epoch, known.epoch) if known else node.epoch
-    before = _lasting_health(known) if known else "up"
+    node = node.model_copy(update={"registered": node.tags})
+    if known is None:
+        fresh = node.model_copy(update={"last_seen": now, "why": "it joined, and nobody wants it yet", "since": now})
+        return settle(with_node(pool, fresh), [])
+    before = _lasting_health(known)
     health: Health = before if before in ("held", "draining") else "up"
-    fresh = node.model_copy(update={"epoch": epoch, "health": health, "last_seen": now})
-    return _settle(_with_node(pool, fresh), [])
+    pool = with_node(
+        pool,
+        known.model_copy(
+            update={
+                "tags": known.tags if node.tags == known.registered else node.tags,
+                "registered": node.tags,
+                "train_priority": node.train_priority,
+                "boot_id": node.boot_id,
+                "epoch": max(node.epoch, known.epoch),
+                "health": health,
+                "last_seen": now,
+            }
+        ),
+    )
+    if known.boot_id != node.boot_id:
+        return settle(*_fence(pool, node.id, "its machine was restarted"))
+    return settle(*_keeping_to_tags(pool, node.id))
 
 
 def set_tags(pool: Pool, node: str, tags: frozenset[str]) -> Outcome:
     """Replace capability tags; a lease that needs a tag the node no longer has is revoked. A held node returns."""
     changed = pool.nodes[node].model_copy(update={"tags": tags})
+    pool = explained(
+        with_node(pool, changed), Decision(what=f"node {node} can {_words(tags)}", why="its tags were set")
+    )
     if _lasting_health(changed) == "held":
-        changed = changed.model_copy(update={"found_again" if changed.health == "lost" else "health": "up"})
-    pool = _with_node(pool, changed)
-    lease = pool.lease_of(node)
-    if lease is None or lease.tag in tags:
-        return _settle(pool, [])
-    return _settle(*_revoke(pool, lease, f"tag {lease.tag!r} was taken from node {node}"))
+        pool = _in_health(pool, node, "up", "its tags were set")
+    return settle(*_keeping_to_tags(pool, node))
 
 
-def drain(pool: Pool, node: str, *, undo: bool = False) -> Outcome:
+def profiled(pool: Pool, node: str, priority: float) -> Outcome:
+    """The node was measured: its place in the order of training follows from it, unless it was given."""
+    known = pool.nodes.get(node)
+    if known is None:
+        return Outcome(pool, [])
+    return settle(with_node(pool, known.model_copy(update={"measured_priority": priority})), [])
+
+
+def drain(pool: Pool, node: str, reason: str = "drained by hand", *, undo: bool = False) -> Outcome:
     """Grant nothing on ``node`` and end its lease, or take it back into service."""
-    health: Health = "up" if undo else "draining"
-    pool = _with_node(pool, pool.nodes[node].model_copy(update={"health": health}))
-    return _settle(*_revoke_node(pool, node, f"node {node} is drained")) if not undo else _settle(pool, [])
+    if undo:
+        return settle(_in_health(pool, node, "up", reason), [])
+    return settle(*_revoke_node(_in_health(pool, node, "draining", reason), node, f"node {node} is drained: {reason}"))
 
 
-def remove_node(pool: Pool, node: str) -> Outcome:
+def remove_node(pool: Pool, node: str, reason: str = "removed by hand") -> Outcome:
     """End the node's lease and forget the node once it is free."""
-    pool = _with_node(pool, pool.nodes[node].model_copy(update={"health": "leaving"}))
-    return _settle(*_revoke_node(pool, node, f"node {node} is removed"))
+    changed = with_node(pool, pool.nodes[node].model_copy(update={"health": "leaving"}))
+    pool = explained(changed, Decision(what=f"node {node} leaves", why=reason), (node,))
+    return settle(*_revoke_node(pool, node, f"node {node} is removed: {reason}"))
 
 
 def preempt(pool: Pool, node: str, reason: str, *, hold: bool = False) -> Outcome:
     """Take the node's lease away by hand; with ``hold`` it stays free until :func:`set_tags` or drain undo."""
     if hold:
-        pool = _with_node(pool, pool.nodes[node].model_copy(update={"health": "held"}))
-    return _settle(*_revoke_node(pool, node, reason))
+        pool = _in_health(pool, node, "held", reason)
+    return settle(*_revoke_node(pool, node, reason))
 
 
 def node_seen(pool: Pool, node: str, boot_id: str, now: float) -> Outcome:
@@ -197,10 +139,11 @@ def node_seen(pool: Pool, node: str, boot_id: str, now: float) -> Outcome:
     known = pool.nodes.get(node)
     if known is None or known.boot_id != boot_id:
         return Outcome(pool, [])
-    back = known.health == "lost"
-    seen = known.model_copy(update={"last_seen": now, "health": _lasting_health(known)})
-    pool = _with_node(pool, seen)
-    return _settle(pool, []) if back else Outcome(pool, [])
+    pool = with_node(pool, known.model_copy(update={"last_seen": now, "health": _lasting_health(known)}))
+    if known.health != "lost":
+        return Outcome(pool, [])
+    back = Decision(what=f"node {node} is back", why="its agent was heard of again")
+    return settle(explained(pool, back, (node,)), [])
 
 
 def node_lost(pool: Pool, node: str, reason: str) -> Outcome:
@@ -210,12 +153,8 @@ def node_lost(pool: Pool, node: str, reason: str) -> Outcome:
         return Outcome(pool, [])
     health: Health = "leaving" if known.health == "leaving" else "lost"
     lost = known.model_copy(update={"health": health, "found_again": known.health})
-    pool = _explain(_with_node(pool, lost), f"node {node} is lost", reason)
-    lease = pool.lease_of(node)
-    if lease is None:
-        return _settle(pool, [])
-    pool = _with_lease(pool, lease.model_copy(update={"state": "revoking"}))
-    return _settle(pool, [Fence(lease=lease, node=node, reason=reason)])
+    pool = explained(with_node(pool, lost), Decision(what=f"node {node} is lost", why=reason), (node,))
+    return settle(*_fence(pool, node, reason))
 
 
 def tick(pool: Pool, now: float, *, lost_after: float) -> Outcome:
@@ -241,8 +180,8 @@ def tick(pool: Pool, now: float, *, lost_after: float) -> Outcome:
 # --- demands and leases ----------------------------------------------------------------------------------------------
 
 
-def request(pool: Pool, demand: Demand) -> Outcome:
-    """A demand arrives; one with a known ``request_id`` changes nothing.
+def request(pool: Pool, demand: Demand, share: Share | None = None) -> Outcome:
+    """A demand arrives, with what its run may have; one with a known ``request_id`` changes nothing.
 
     A standing demand takes the place of the one its run had for the same role:
     a run that was terminated and started again asks anew.
@@ -250,6 +189,7 @@ def request(pool: Pool, demand: Demand) -> Outcome:
     if demand.request_id in pool.demands or demand.request_id in pool.seen_requests:
         return Outcome(pool, [])
     demand = demand.model_copy(update={"arrived": pool.serial})
+    pool = _welcomed(pool, demand.run, share)
     pool = pool.model_copy(
         update={
             "serial": pool.serial + 1,
@@ -261,7 +201,7 @@ def request(pool: Pool, demand: Demand) -> Outcome:
     for old in _replaced_by(pool, demand):
         pool, more = withdraw(pool, old.request_id, f"run {demand.run} asks anew with {demand.request_id}")
         actions += more
-    pool, more = _settle(pool, [])
+    pool, more = settle(pool, [])
     return Outcome(pool, actions + more)
 
 
@@ -277,9 +217,9 @@ def withdraw(pool: Pool, request_id: str, reason: str) -> Outcome:
     pool = pool.model_copy(update={"demands": demands, "seen_requests": seen})
     actions: list[Action] = []
     for lease in pool.leases_for(request_id):
-        pool, more = _revoke(pool, lease, reason)
+        pool, more = revoke(pool, lease, reason)
         actions += more
-    return _settle(pool, actions)
+    return settle(_forgotten(pool), actions)
 
 
 def released(pool: Pool, lease_id: str, epoch: int) -> Outcome:
@@ -293,139 +233,60 @@ def released(pool: Pool, lease_id: str, epoch: int) -> Outcome:
     if demand is not None and demand.count is not None:
         del demands[lease.request_id]
     nodes = {n: v for n, v in pool.nodes.items() if not (v.health == "leaving" and n in lease.members)}
-    return _settle(pool.model_copy(update={"leases": leases, "demands": demands, "nodes": nodes}), [])
+    for node in lease.members:
+        if node in nodes and nodes[node].health == "up":
+            nodes[node] = nodes[node].model_copy(update={"why": f"{lease.key} has ended", "since": pool.now})
+    return settle(_forgotten(pool.model_copy(update={"leases": leases, "demands": demands, "nodes": nodes})), [])
 
 
-# --- scheduling ------------------------------------------------------------------------------------------------------
+def set_share(pool: Pool, run: str, *, priority: int, quota: int | None) -> Outcome:
+    """Set what a run may have, by hand: from now on its requests do not change it."""
+    share = pool.share(run).model_copy(update={"priority": priority, "quota": quota, "by_hand": True})
+    decision = Decision(
+        what=f"run {run} has priority {priority} and {'no quota' if quota is None else f'a quota of {quota} nodes'}",
+        why="set by hand",
+    )
+    return settle(explained(pool.model_copy(update={"shares": {**pool.shares, run: share}}), decision), [])
 
 
-def waiting(pool: Pool) -> list[str]:
-    """One line for each demand that could use more nodes, saying what it waits for."""
-    lines = []
-    for demand in _ranked(pool):
-        if demand.count is None or pool.leases_for(demand.request_id):
-            continue
-        fit = [n.id for n in _matching(pool, demand)]
-        busy = {n: lease.key for n in fit if (lease := pool.lease_of(n))}
-        lines.append(
-            f"{demand.request_id}: {demand.count} node(s) with tag {demand.tag!r}; fit: {', '.join(fit) or 'none'}; "
-            f"busy: {', '.join(f'{n} ({key})' for n, key in sorted(busy.items())) or 'none'}"
-        )
-    return lines
+def _welcomed(pool: Pool, run: str, share: Share | None) -> Pool:
+    """The run has a place in the queue: that of its first request since it last had none."""
+    known = pool.shares.get(run)
+    present = any(d.run == run for d in pool.demands.values()) or any(x.run == run for x in pool.leases.values())
+    wanted = known if share is None or (known and known.by_hand) else share
+    arrived = known.arrived if known and present else pool.serial
+    fresh = (wanted or Share()).model_copy(update={"arrived": arrived})
+    return pool.model_copy(update={"shares": {**pool.shares, run: fresh}})
 
 
-def _settle(pool: Pool, actions: list[Action]) -> Outcome:
-    """Serve demands in rank order with the nodes as they are now."""
-    reserved: set[str] = set()
-    for demand in _ranked(pool):
-        serve = _serve_standing if demand.count is None else _serve_gang
-        pool, more = serve(pool, demand, reserved)
-        actions = actions + more
-    return Outcome(pool, actions)
+def _forgotten(pool: Pool) -> Pool:
+    """Shares of runs that are gone, unless a person set them."""
+    runs = {d.run for d in pool.demands.values()} | {lease.run for lease in pool.leases.values()}
+    kept = {run: share for run, share in pool.shares.items() if run in runs or share.by_hand}
+    return pool if len(kept) == len(pool.shares) else pool.model_copy(update={"shares": kept})
 
 
-def _serve_standing(pool: Pool, demand: Demand, reserved: set[str]) -> Outcome:
-    actions: list[Action] = []
-    for node in _matching(pool, demand):
-        if node.id in reserved:
-            continue
-        lease = pool.lease_of(node.id)
-        if lease is not None and lease.request_id == demand.request_id:
-            continue
-        pool, more = _take(pool, demand, (node.id,), reserved)
-        actions += more
-    return Outcome(pool, actions)
+def _in_health(pool: Pool, node: str, health: Health, why: str) -> Pool:
+    """A lost node stays lost: it comes back with this health."""
+    known = pool.nodes[node]
+    changed = known.model_copy(update={"found_again" if known.health == "lost" else "health": health})
+    words = {"up": "in service", "draining": "drained", "held": "held back"}[health]
+    return explained(with_node(pool, changed), Decision(what=f"node {node} is {words}", why=why), (node,))
 
 
-def _serve_gang(pool: Pool, demand: Demand, reserved: set[str]) -> Outcome:
-    if pool.leases_for(demand.request_id):
-        return Outcome(pool, [])
-    usable = [n.id for n in _matching(pool, demand) if n.id not in reserved and _can_take(pool, demand, n.id)]
-    count = demand.count or 0
-    if len(usable) < count:
-        if demand.passed >= PATIENCE:  # it has waited long enough: nobody behind it may use what it will need
-            reserved.update(usable)
-        return Outcome(pool, [])
-    return _take(pool, demand, tuple(usable[:count]), reserved)
-
-
-def _can_take(pool: Pool, demand: Demand, node: str) -> bool:
+def _keeping_to_tags(pool: Pool, node: str) -> Outcome:
     lease = pool.lease_of(node)
-    return lease is None or lease.state == "revoking" or lease.priority < demand.priority
-
-
-def _take(pool: Pool, demand: Demand, members: tuple[str, ...], reserved: set[str]) -> Outcome:
-    """Grant if all members are free; else revoke what can be revoked and reserve them until they are."""
-    if not all(_can_take(pool, demand, node) for node in members):
+    if lease is None or lease.tag in pool.nodes[node].tags:
         return Outcome(pool, [])
-    reserved.update(members)
-    holders = {lease.key: lease for node in members if (lease := pool.lease_of(node)) is not None}
-    if not holders:
-        return _grant(pool, demand, members)
-    actions: list[Action] = []
-    for lease in holders.values():
-        reason = f"{demand.role} of run {demand.run} needs {', '.join(members)} (priority {demand.priority})"
-        pool, more = _revoke(pool, lease, reason)
-        actions += more
-    return Outcome(pool, actions)
+    return revoke(pool, lease, f"tag {lease.tag!r} was taken from node {node}")
 
 
-def _grant(pool: Pool, demand: Demand, members: tuple[str, ...]) -> Outcome:
-    epoch = 1 + max(pool.nodes[node].epoch for node in members)
-    lease = Lease(
-        id=f"{demand.run}-{demand.role}-{members[0]}",
-        epoch=epoch,
-        request_id=demand.request_id,
-        run=demand.run,
-        role=demand.role,
-        tag=demand.tag,
-        members=members,
-        owner=demand.owner,
-        priority=demand.priority,
-    )
-    nodes = dict(pool.nodes)
-    for node in members:
-        nodes[node] = nodes[node].model_copy(update={"epoch": epoch})
-    pool = pool.model_copy(update={"nodes": nodes, "demands": _count_passed(pool, demand, members)})
-    pool = _explain(
-        _with_lease(pool, lease),
-        f"granted {lease.key} on {', '.join(members)}",
-        f"free and tagged {demand.tag!r}; request {demand.request_id}, priority {demand.priority}, "
-        f"passed over {demand.passed} times",
-    )
-    return Outcome(pool, [Grant(lease=lease)])
-
-
-def _count_passed(pool: Pool, winner: Demand, members: tuple[str, ...]) -> dict[str, Demand]:
-    demands = {}
-    for key, demand in pool.demands.items():
-        if key == winner.request_id:
-            demands[key] = demand.model_copy(update={"passed": 0})
-        elif _wants(pool, demand, members):
-            demands[key] = demand.model_copy(update={"passed": demand.passed + 1})
-        else:
-            demands[key] = demand
-    return demands
-
-
-def _wants(pool: Pool, demand: Demand, members: tuple[str, ...]) -> bool:
-    if demand.count is not None and pool.leases_for(demand.request_id):
-        return False
-    return any(_fits(pool.nodes[node], demand) for node in members)
-
-
-def _ranked(pool: Pool) -> list[Demand]:
-    return sorted(pool.demands.values(), key=lambda d: (d.passed < PATIENCE, -d.priority, d.arrived))
-
-
-def _fits(node: Node, demand: Demand) -> bool:
-    allowed = not demand.candidates or node.id in demand.candidates
-    return node.health == "up" and demand.tag in node.tags and allowed
-
-
-def _matching(pool: Pool, demand: Demand) -> list[Node]:
-    fit = [node for node in pool.nodes.values() if _fits(node, demand)]
-    return sorted(fit, key=lambda node: (-node.train_priority, node.id))
+def _fence(pool: Pool, node: str, reason: str) -> Outcome:
+    lease = pool.lease_of(node)
+    if lease is None:
+        return Outcome(pool, [])
+    pool = with_lease(pool, lease.model_copy(update={"state": "revoking"}))
+    return Outcome(pool, [Fence(lease=lease, node=node, reason=reason)])
 
 
 def _revoke_node(pool: Pool, node: str, reason: str) -> Outcome:
@@ -434,29 +295,12 @@ def _revoke_node(pool: Pool, node: str, reason: str) -> Outcome:
         leaving = pool.nodes[node].health == "leaving"
         nodes = {n: v for n, v in pool.nodes.items() if not (leaving and n == node)}
         return Outcome(pool.model_copy(update={"nodes": nodes}), [])
-    return _revoke(pool, lease, reason)
-
-
-def _revoke(pool: Pool, lease: Lease, reason: str) -> Outcome:
-    if lease.state == "revoking":
-        return Outcome(pool, [])
-    revoking = lease.model_copy(update={"state": "revoking"})
-    pool = _explain(_with_lease(pool, revoking), f"revoked {lease.key}", reason)
-    return Outcome(pool, [Revoke(lease=revoking, reason=reason)])
+    return revoke(pool, lease, reason)
 
 
 def _lasting_health(node: Node) -> Health:
     return node.found_again if node.health == "lost" else node.health
 
 
-def _with_node(pool: Pool, node: Node) -> Pool:
-    return pool.model_copy(update={"nodes": {**pool.nodes, node.id: node}})
-
-
-def _with_lease(pool: Pool, lease: Lease) -> Pool:
-    return pool.model_copy(update={"leases": {**pool.leases, lease.key: lease}})
-
-
-def _explain(pool: Pool, what: str, why: str) -> Pool:
-    kept: Iterable[Explained] = (*pool.decisions, Explained(what=what, why=why))
-    return pool.model_copy(update={"decisions": tuple(kept)[-KEPT_DECISIONS:]})
+def _words(tags: frozenset[str]) -> str:
+    return " and ".join(sorted(tags)) or "do nothing"

@@ -39,7 +39,7 @@ def run_status(**values: Any) -> RunStatus:
 
 def pool_status() -> PoolStatus:
     node = NodeStatus(node="n0", tags=("train",), health="alive", activity="train", epoch=4, lease="l1")
-    return PoolStatus(cluster="local", nodes=(node,), waiting=(), decisions=(), leases=())
+    return PoolStatus(cluster="local", nodes=(node,), requests=(), shares=(), decisions=(), leases=())
 
 
 def test_the_plain_view_says_each_step_and_evaluation_once() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from workflows.scheduling import pool as pools
-from workflows.scheduling.pool import Demand, Fence, Grant, Node, Outcome, Pool, Revoke
+from workflows.scheduling.pool import Demand, Fence, Grant, Node, Outcome, Pool, Revoke, Share
+from workflows.scheduling.queueing import waiting
 
 
-def node(name: str, *tags: str, priority: float = 0.0, epoch: int = 0) -> Node:
+def node(name: str, *tags: str, priority: float | None = None, epoch: int = 0) -> Node:
     return Node(id=name, tags=frozenset(tags), train_priority=priority, boot_id="b1", epoch=epoch)
 
 
@@ -92,7 +93,9 @@ def test_a_gang_that_cannot_be_complete_takes_nothing() -> None:
     pool = pools.request(cluster(node("a", "rollout", "train")), engines()).pool
     asked = pools.request(pool, gang(2))
     assert asked.actions == []
-    assert pools.waiting(asked.pool) == ["r-gang: 2 node(s) with tag 'train'; fit: a; busy: a (r-engine-a/1)"]
+    assert waiting(asked.pool) == {
+        "r-gang": "2 nodes tagged 'train': 1 more must come; a is held by the run's own engine"
+    }
 
 
 def test_the_epoch_of_a_lease_is_above_every_epoch_of_its_members() -> None:
@@ -177,3 +180,104 @@ def test_a_demand_that_was_passed_over_often_goes_first_whatever_its_priority() 
         if granted[0].lease.role == "engine":
             return
     raise AssertionError("the engine never got its turn")
+
+
+def test_runs_that_keep_coming_with_a_higher_priority_do_not_starve_one_that_came_before() -> None:
+    pool = pools.request(cluster(node("a", "train")), gang(1, run="first"), Share(priority=9)).pool
+    pool = pools.request(pool, gang(1, run="patient")).pool
+    for turn in range(pools.PATIENCE + 1):
+        pool = pools.request(pool, gang(1, run=f"newcomer{turn}"), Share(priority=9)).pool
+        pool = end(pool, "a").pool
+    lease = pool.lease_of("a")
+    assert lease is not None
+    assert lease.run == "patient"
+    assert pools.request(pool, gang(1, run="late"), Share(priority=9)).actions == []  # it is not taken away at once
+
+
+def test_a_second_run_queues_behind_the_first_and_gets_its_nodes_when_that_ends() -> None:
+    pool = pools.request(cluster(node("a", "rollout", "train"), node("b", "rollout")), engines("r1")).pool
+    queued = pools.request(pool, engines("r2"))
+    assert queued.actions == []
+    assert waiting(queued.pool) == {
+        "r2-engines": "a node tagged 'rollout': a is held by run r1 (engine, which is ahead); "
+        "b is held by run r1 (engine, which is ahead)"
+    }
+    pool = pools.request(queued.pool, gang(1, run="r1")).pool
+    pool = end(pool, "a").pool
+    assert pool.lease_of("a").role == "trainer"  # type: ignore[union-attr]
+    back = end(pool, "a")
+    assert [action.lease.run for action in back.actions] == ["r1"]
+    pool = pools.withdraw(back.pool, "r1-engines", "finished").pool
+    assert [a.lease.run for node in ("a", "b") for a in end(pool, node).actions] == ["r2", "r2"]
+
+
+def test_a_run_with_a_higher_priority_takes_the_nodes_of_one_with_a_lower() -> None:
+    pool = pools.request(cluster(node("a", "rollout")), engines("r1")).pool
+    asked = pools.request(pool, engines("r2"), Share(priority=1))
+    assert kinds(asked) == [("revoke", ("a",))]
+    assert [action.lease.run for action in end(asked.pool, "a").actions] == ["r2"]
+
+
+def test_a_run_borrows_beyond_its_quota_what_nobody_wants_and_gives_it_back() -> None:
+    nodes = [node(name, "rollout") for name in ("a", "b", "c")]
+    pool = pools.request(cluster(*nodes), engines("r1"), Share(quota=1)).pool
+    assert len(pool.leases) == 3
+    asked = pools.request(pool, engines("r2"), Share(quota=1))
+    assert len(asked.actions) == 1
+    assert asked.actions[0].kind == "revoke"
+    member = asked.actions[0].lease.members[0]
+    assert [action.lease.run for action in end(asked.pool, member).actions] == ["r2"]
+
+
+def test_a_run_at_its_quota_exchanges_roles_on_its_own_nodes() -> None:
+    pool = cluster(node("a", "rollout", "train"), node("b", "rollout", "train"))
+    pool = pools.request(pool, engines("r1"), Share(quota=1)).pool
+    pool = pools.request(pool, engines("r2"), Share(quota=1)).pool
+    mine = next(lease.members[0] for lease in pool.leases.values() if lease.run == "r1" and lease.state == "held")
+    other = "b" if mine == "a" else "a"
+    pool = end(pool, other).pool
+    asked = pools.request(pool, gang(1, run="r1"))
+    assert kinds(asked) == [("revoke", (mine,))]
+
+
+def test_what_a_person_set_for_a_run_outlives_its_requests() -> None:
+    pool = pools.set_share(cluster(node("a", "rollout")), "r", priority=3, quota=2).pool
+    pool = pools.request(pool, engines(), Share(priority=0)).pool
+    assert (pool.share("r").priority, pool.share("r").quota) == (3, 2)
+
+
+def test_nodes_are_found_by_what_they_can_do_and_by_what_they_do() -> None:
+    pool = pools.request(
+        cluster(node("a", "rollout", "train"), node("b", "train"), node("c", "reward")), engines()
+    ).pool
+    assert [n.id for n in pool.tagged("train")] == ["a", "b"]
+    assert [n.id for n in pool.tagged("train", activity="free")] == ["b"]
+    assert [n.id for n in pool.tagged("rollout", activity="rollout")] == ["a"]
+
+
+def test_a_lease_on_a_machine_that_was_restarted_is_fenced() -> None:
+    pool = pools.request(cluster(node("a", "rollout")), engines()).pool
+    again = pools.add_node(pool, node("a", "rollout").model_copy(update={"boot_id": "b2"}), now=5.0)
+    assert [type(action) for action in again.actions] == [Fence]
+
+
+def test_a_lost_node_that_is_taken_back_into_service_by_hand_stays_lost_until_it_is_seen() -> None:
+    pool = pools.drain(cluster(node("a", "rollout")), "a").pool
+    pool = pools.node_lost(pool, "a", "power").pool
+    pool = pools.drain(pool, "a", undo=True).pool
+    assert pool.nodes["a"].health == "lost"
+    assert pools.node_seen(pool, "a", "b1", 9.0).pool.nodes["a"].health == "up"
+
+
+def test_a_measured_node_is_taken_for_training_by_its_profile_unless_the_run_file_says_otherwise() -> None:
+    pool = cluster(node("a", "train"), node("b", "train"))
+    pool = pools.profiled(pool, "b", 2.0).pool
+    assert kinds(pools.request(pool, gang(1))) == [("grant", ("b",))]
+    given = pools.add_node(pool, node("a", "train", priority=3.0), now=0.0).pool
+    assert kinds(pools.request(given, gang(1))) == [("grant", ("a",))]
+
+
+def test_every_node_knows_why_it_does_what_it_does() -> None:
+    pool = pools.request(cluster(node("a", "rollout")), engines()).pool
+    assert "first in the queue" in pool.nodes["a"].why
+    assert "needs the room" in pools.drain(pool, "a", "ann needs the room").pool.nodes["a"].why
