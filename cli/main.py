@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import BaseModel
 
 from cli import stack
+from cli.node import node_app
+from cli.shell import StateOption, Why, say, show, state_folder, tell, wait
 from storage.errors import ConfigError, IntegrityError, SeamlessFlowError
-from workers.cluster import STATE_VARIABLE, ClusterConfig, StateFolder
+from workers.cluster import ClusterConfig
 
 app = typer.Typer(
     help="Reinforcement learning for LLM agents on Temporal.",
@@ -25,23 +24,13 @@ app = typer.Typer(
 )
 shards_app = typer.Typer(help="Look into trajectory shards.", no_args_is_help=True)
 app.add_typer(shards_app, name="shards")
+app.add_typer(node_app, name="node")
 
-STATE_ROOT = Path(".seamlessflow")
-DEFAULT_STATE = STATE_ROOT / "local"
-
-StateOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--state", help=f"State folder; default: ${STATE_VARIABLE}, else {DEFAULT_STATE}.", show_default=False
-    ),
-]
 RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(help="Name of the run.", show_default=False)]
-Why = Annotated[str, typer.Option("--why", help="Reason, kept in the audit table.")]
 Ports = Annotated[
     list[str] | None, typer.Option("--port", help="Fixed port, e.g. --port ui=8233; also temporal, proxy, s3, proxy-2.")
 ]
-Answer = TypeVar("Answer")
 
 
 @app.command()
@@ -61,11 +50,11 @@ def up(
     """Start the cluster of this machine and wait until every service is ready."""
     from cli.check import require_run
 
-    folder = _state(state, create=True)
+    folder = state_folder(state, create=True)
     nodes = require_run(run_file).nodes if run_file else None
-    stack.up(folder, nodes, ports=_ports(port), proxies=proxies, database=database, say=_say)
-    _say(f"Temporal UI: {folder.cluster().temporal_ui}")
-    _say(f"logs: {folder.logs}")
+    stack.up(folder, nodes, ports=_ports(port), proxies=proxies, database=database, say=say)
+    say(f"Temporal UI: {folder.cluster().temporal_ui}")
+    say(f"logs: {folder.logs}")
 
 
 @app.command()
@@ -83,7 +72,7 @@ def join(
     from cli.join import join as write_files
     from cli.join import prepare_namespace
 
-    folder = _state(state, create=True)
+    folder = state_folder(state, create=True)
     config = ClusterConfig(
         temporal=temporal,
         temporal_ui=temporal_ui,
@@ -96,15 +85,15 @@ def join(
     )
     write_files(folder, config)
     if prepare:
-        _wait(prepare_namespace(config))
-    _say(f"{folder.root} belongs to the cluster at {temporal}")
+        wait(prepare_namespace(config))
+    say(f"{folder.root} belongs to the cluster at {temporal}")
 
 
 @app.command()
 def down(state: StateOption = None) -> None:
     """Stop the cluster, resident engines and trainer ranks included. Its state stays on disk."""
-    folder = _state(state)
-    _say(f"stopped {stack.down(folder)} processes; state kept in {folder.root}")
+    folder = state_folder(state)
+    say(f"stopped {stack.down(folder)} processes; state kept in {folder.root}")
 
 
 @app.command()
@@ -116,7 +105,7 @@ def status(
     """Show services, nodes and runs."""
     from cli.overview import collect, render
 
-    view = _wait(collect(_state(state), run))
+    view = wait(collect(state_folder(state), run))
     print(json.dumps(view, indent=2) if as_json else render(view))
 
 
@@ -127,7 +116,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines from the end.")] = 50,
 ) -> None:
     """Show the end of a service's log."""
-    folder = _state(state).logs
+    folder = state_folder(state).logs
     names = sorted(path.name.removesuffix(".log") for path in folder.glob("*.log"))
     if service is None:
         for name in names:
@@ -162,7 +151,7 @@ def start(run_file: RunFile, state: StateOption = None) -> None:
     from cli.check import require_run
     from cli.runs import Runs
 
-    folder = _state(state)
+    folder = state_folder(state)
     spec = require_run(run_file)
     if stack.running(folder):  # elsewhere the nodes are other machines', which join when they please
         stack.require_nodes(folder, spec.nodes)
@@ -170,8 +159,8 @@ def start(run_file: RunFile, state: StateOption = None) -> None:
     async def begin() -> bool:
         return await (await Runs.connect(folder.cluster())).start(spec)
 
-    started = _wait(begin())
-    _say(
+    started = wait(begin())
+    say(
         f"run {spec.run} {'started' if started else 'exists already'}; look at it with `seamlessflow status {spec.run}`"
     )
 
@@ -191,13 +180,13 @@ def demo(
     from cli.demo import DemoOptions, Interrupted
     from cli.demo import demo as run_demo
 
-    folder = _state(state, create=True)
+    folder = state_folder(state, create=True)
     try:
-        figures = run_demo(DemoOptions(run_file, folder, tuple(build or ()), keep, time_limit, engine), _say)
+        figures = run_demo(DemoOptions(run_file, folder, tuple(build or ()), keep, time_limit, engine), say)
     except Interrupted as error:
-        _say(str(error))
+        say(str(error))
         raise typer.Exit(130) from None
-    _say(f"everything is kept: seamlessflow up --state {folder.root}, then status, logs, shards")
+    say(f"everything is kept: seamlessflow up --state {folder.root}, then status, logs, shards")
     print(json.dumps(figures.line), flush=True)
     if not figures.balanced:
         raise IntegrityError("samples or tokens are unaccounted for: `seamlessflow audit` tells which")
@@ -215,7 +204,7 @@ def pause(
     from cli.runs import actor
     from workflows.messages import Pause
 
-    _tell(state, run, "pause", Pause(mode="now" if now else "drain", give_back=give_back, actor=actor(), why=why))
+    tell(state, run, "pause", Pause(mode="now" if now else "drain", give_back=give_back, actor=actor(), why=why))
 
 
 @app.command()
@@ -224,7 +213,7 @@ def resume(run: RunName, state: StateOption = None, why: Why = "") -> None:
     from cli.runs import actor
     from workflows.messages import Command
 
-    _tell(state, run, "resume", Command(actor=actor(), why=why))
+    tell(state, run, "resume", Command(actor=actor(), why=why))
 
 
 @app.command()
@@ -233,7 +222,7 @@ def checkpoint(run: RunName, state: StateOption = None, why: Why = "") -> None:
     from cli.runs import actor
     from workflows.messages import Command
 
-    _tell(state, run, "checkpoint_now", Command(actor=actor(), why=why))
+    tell(state, run, "checkpoint_now", Command(actor=actor(), why=why))
 
 
 @app.command()
@@ -247,33 +236,7 @@ def stop(
     from cli.runs import actor
     from workflows.messages import Stop
 
-    _tell(state, run, "stop", Stop(mode="now" if now else "drain", actor=actor(), why=why))
-
-
-@app.command()
-def preempt(
-    node: Annotated[str, typer.Argument(help="Id of the node.", show_default=False)],
-    state: StateOption = None,
-    hold: Annotated[bool, typer.Option(help="Keep the node free until `drain --undo` or new tags.")] = False,
-    why: Why = "",
-) -> None:
-    """Take a node away from what holds it now."""
-    from cli.runs import actor
-    from workflows.messages import PreemptNode
-
-    _tell_pool(state, "preempt", PreemptNode(node=node, reason=why or f"asked by {actor()}", hold=hold))
-
-
-@app.command()
-def drain(
-    node: Annotated[str, typer.Argument(help="Id of the node.", show_default=False)],
-    state: StateOption = None,
-    undo: Annotated[bool, typer.Option(help="Take it back into service, also after `preempt --hold`.")] = False,
-) -> None:
-    """End a node's lease and give it no other one, for instance before maintenance."""
-    from workflows.messages import DrainNode
-
-    _tell_pool(state, "drain", DrainNode(node=node, undo=undo))
+    tell(state, run, "stop", Stop(mode="now" if now else "drain", actor=actor(), why=why))
 
 
 @shards_app.command("list")
@@ -281,7 +244,7 @@ def shards_list(run: RunName, state: StateOption = None) -> None:
     """List the shards of a run."""
     from cli.shards import list_shards
 
-    for key in list_shards(_state(state), run):
+    for key in list_shards(state_folder(state), run):
         print(key)
 
 
@@ -292,7 +255,7 @@ def shards_show(
     """Show a shard's sessions and prefix tree."""
     from cli.shards import show_shard
 
-    print(show_shard(_state(state), key))
+    print(show_shard(state_folder(state), key))
 
 
 @app.command()
@@ -300,15 +263,15 @@ def audit(run: RunName, state: StateOption = None) -> None:
     """Compare a run's journal, shards and books; exit code 1 if anything is unaccounted for."""
     from cli.demo import control_client
 
-    folder = _state(state)
+    folder = state_folder(state)
 
     async def ask() -> dict[str, Any]:
         async with control_client(folder) as client:
             status = await client.run_status(run)
             return {"books": status["books"], "failures": status["failures"], **await client.audit(run)}
 
-    answer = _wait(ask())
-    _show(answer)
+    answer = wait(ask())
+    show(answer)
     if not answer["books"]["balanced"] or answer["tokens_lost"] or answer["mismatches"]:
         raise typer.Exit(1)
 
@@ -335,16 +298,6 @@ def _run() -> int:
     return 0
 
 
-def _state(given: Path | None, *, create: bool = False) -> StateFolder:
-    """The state folder asked for; :class:`ConfigError` names those that exist if it does not."""
-    path = given or Path(os.environ.get(STATE_VARIABLE) or DEFAULT_STATE)
-    if not create and not (path / "cluster.json").is_file():
-        others = sorted(str(found.parent) for found in STATE_ROOT.glob("*/cluster.json"))
-        hint = f"; there is: {', '.join(f'--state {other}' for other in others)}" if others else ""
-        raise ConfigError(f"{path} holds no cluster: start one with `seamlessflow up run.yaml`{hint}")
-    return StateFolder(path.resolve())
-
-
 def _ports(given: list[str] | None) -> dict[str, int]:
     ports = {}
     for item in given or []:
@@ -353,39 +306,3 @@ def _ports(given: list[str] | None) -> dict[str, int]:
             raise ConfigError(f"--port {item!r} is not of the form name=number, as in ui=8233")
         ports[name] = int(port)
     return ports
-
-
-def _tell(state: Path | None, run: str, update: str, message: BaseModel) -> None:
-    from cli.runs import Runs
-
-    async def tell() -> Any:
-        return await (await Runs.connect(_state(state).cluster())).tell(run, update, message)
-
-    _show(_wait(tell()))
-
-
-def _tell_pool(state: Path | None, update: str, message: BaseModel) -> None:
-    from cli.runs import Runs
-
-    async def tell() -> Any:
-        return await (await Runs.connect(_state(state).cluster())).tell_pool(update, message)
-
-    _show(_wait(tell()))
-
-
-def _wait(work: Coroutine[Any, Any, Answer]) -> Answer:
-    return asyncio.run(work)
-
-
-def _show(answer: Any) -> None:
-    if isinstance(answer, dict) and "phase" in answer:
-        waits = f", waits for {answer['waiting_for']}" if answer["waiting_for"] else ""
-        step = f"step {answer['step']}/{answer['steps']}"
-        print(f"{answer['run']}: {answer['phase']}, {step}, weight version {answer['version']}{waits}")
-        return
-    print(answer if isinstance(answer, str) else json.dumps(answer, indent=2, default=str))
-
-
-def _say(line: str) -> None:
-    """Progress goes to standard error: standard output carries results only."""
-    print(line, file=sys.stderr, flush=True)

@@ -26,7 +26,15 @@ def seamlessflow(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     "command",
-    [["status"], ["down"], ["logs"], ["pause", "toy"], ["audit", "toy"], ["drain", "n0"], ["shards", "list", "toy"]],
+    [
+        ["status"],
+        ["down"],
+        ["logs"],
+        ["pause", "toy"],
+        ["audit", "toy"],
+        ["node", "drain", "n0"],
+        ["shards", "list", "toy"],
+    ],
 )
 def test_without_a_cluster_it_says_how_to_start_one(command: list[str], tmp_path: Path) -> None:
     done = seamlessflow(*command, cwd=tmp_path)
