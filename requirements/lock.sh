@@ -78,7 +78,7 @@ vllm | sglang) # only the environment of that server
     lock_vllm "$@"
     lock_sglang "$@"
     lock dev "$@"
-    for role in proxy control trainer agents local; do
+    for role in proxy control trainer agents simulator local; do
         lock "$role" --constraint requirements/dev.lock "$@"
     done
     ;;
