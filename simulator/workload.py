@@ -1,0 +1,200 @@
+"""What is to be rolled out: sessions drawn from distributions, or those of a recorded run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from simulator.laws import AnyLaw, Array, Constant
+from simulator.sessions import Session
+
+MAX_UNIFORM = 1 - 1e-15
+
+
+class RecordedSession(BaseModel):
+    """A session of a real run without its words: counts of tokens, and seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: int = Field(ge=0)
+    answers: tuple[int, ...] = Field(min_length=1)
+    observations: tuple[int, ...] = ()
+    tools_s: tuple[float, ...] = ()
+    reset_s: float = 0.0
+    """From the sample's start to its first request."""
+    reward_s: float = 0.0
+    """From its last answer to its reward."""
+
+
+class Workload(BaseModel):
+    """Sessions by distribution. Every value is per sample; lengths are tokens.
+
+    The same seed gives the same sessions to every pipeline and cluster: what differs between two simulations is what
+    was changed, not luck.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    prompt: AnyLaw
+    """Tokens of the first request."""
+    answer: AnyLaw
+    """Tokens that the model writes in a turn."""
+    turns: AnyLaw = Constant(value=1)
+    """Requests of a session."""
+    observation: AnyLaw = Constant(value=0)
+    """New prompt tokens of each request behind the first."""
+    tool_s: AnyLaw = Constant(value=0)
+    """Seconds between an answer and the next request."""
+    reset_s: AnyLaw = Constant(value=0)
+    """Seconds from a sample's start to its first request."""
+    reward_s: AnyLaw = Constant(value=0)
+    """Seconds from the last answer to the reward."""
+    reset_fails: float = Field(default=0, ge=0, le=1)
+    """Share of the samples whose environment is slow to start."""
+    reset_fails_s: float = Field(default=0, ge=0)
+    """How much longer those take."""
+    context_cap: float = Field(default=float("inf"), gt=0)
+    """A session ends where its conversation reaches this."""
+    icc: float = Field(default=0.0, ge=0, le=1)
+    """Share of the variance of log lengths that lies between tasks; the rest is between samples of a task."""
+    drift_per_100_steps: float = Field(default=1.0, gt=0)
+    """Factor by which answers have grown after 100 steps."""
+    recorded: tuple[tuple[RecordedSession, ...], ...] = ()
+    """Groups of a recorded run, in place of all distributions; repeated when they are used up."""
+
+    def sessions(self, seed: int, groups_per_step: int, group_size: int, stands_for: int = 1) -> Sessions:
+        """All sessions there will be, by ordinal."""
+        return Sessions(self, seed, groups_per_step, group_size, stands_for)
+
+    def live_context(self, scale: float = 1.0) -> float:
+        """Mean tokens in the KV of a running session: what an engine reserves for one."""
+        if self.recorded:
+            flat = [session for group in self.recorded for session in group]
+            written = np.array([sum(s.answers) + sum(s.observations) for s in flat], dtype=float)
+            return float(np.mean([s.prompt for s in flat]) + (written**2).sum() / max(1.0, 2 * written.sum()))
+        turns = self.turns.mean()
+        if turns <= 1:
+            return self.prompt.mean() + self.answer.mean(2, scale) / (2 * self.answer.mean(1, scale))
+        length = turns * (self.answer.mean(1, scale) + self.observation.mean())
+        spread = self.turns.mean(2) / turns**2
+        return min(self.context_cap, self.prompt.mean() + length * spread / 2)
+
+
+class Sessions:
+    """Draws sessions a step's worth at a time; a step's are a function of seed and step alone."""
+
+    def __init__(self, workload: Workload, seed: int, groups: int, size: int, stands_for: int) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._groups = groups
+        self._size = size
+        self._stands_for = stands_for
+        self._blocks: dict[int, list[list[Session]]] = {}
+
+    def group(self, ordinal: int) -> list[Session]:
+        """The samples of one task; each group can be asked for once."""
+        block, row = divmod(ordinal, self._groups)
+        if block not in self._blocks:
+            self._blocks[block] = self._recorded(block) if self._workload.recorded else self._drawn(block)
+        group = self._blocks[block][row]
+        if row == self._groups - 1:
+            del self._blocks[block]
+        return group
+
+    def _recorded(self, block: int) -> list[list[Session]]:
+        known = self._workload.recorded
+        first = block * self._groups
+        return [
+            [_again(ordinal, index, s) for index, s in enumerate(known[ordinal % len(known)])]
+            for ordinal in range(first, first + self._groups)
+        ]
+
+    def _drawn(self, block: int) -> list[list[Session]]:
+        load, shape = self._workload, (self._groups, self._size)
+        chance = np.random.default_rng((self._seed, block))
+        normal = _with_icc(chance, shape, load.icc)
+        scale = load.drift_per_100_steps ** (block / 100)
+        if self._stands_for > 1:
+            _raise_longest(normal, self._stands_for)
+        prompt = load.prompt.at(np.repeat(chance.standard_normal((shape[0], 1)), shape[1], axis=1))
+        reset = load.reset_s.at(chance.standard_normal(shape))
+        reset += load.reset_fails_s * (chance.random(shape) < load.reset_fails)
+        reward = load.reward_s.at(chance.standard_normal(shape))
+        if load.turns.mean() <= 1:
+            turns: Callable[[int, int], dict[str, Any]] = _single_turns(load.answer.at(normal, scale))
+        else:
+            turns = _many_turns(load, chance, normal, prompt, scale)
+        prompts, resets, rewards = np.rint(prompt).tolist(), reset.tolist(), reward.tolist()
+        return [
+            [
+                Session(
+                    block * shape[0] + row, i, prompts[row][i], reset_s=resets[row][i], reward_s=rewards[row][i],
+                    **turns(row, i),
+                )
+                for i in range(shape[1])
+            ]
+            for row in range(shape[0])
+        ]  # fmt: skip
+
+
+def _with_icc(chance: np.random.Generator, shape: tuple[int, int], icc: float) -> Array:
+    between = chance.standard_normal((shape[0], 1))
+    return math.sqrt(icc) * between + math.sqrt(1 - icc) * chance.standard_normal(shape)
+
+
+def _raise_longest(normal: Array, stands_for: int) -> None:
+    """Let the longest of n samples be as long as the longest of ``n * stands_for``.
+
+    The largest of n uniform numbers, to the power 1/k, is distributed as the largest of n*k. One node that stands
+    for many draws too few samples to see their tail, which is what a synchronous step waits for.
+    """
+    place = np.unravel_index(int(np.argmax(normal)), normal.shape)
+    below = NormalDist().cdf(float(normal[place])) ** (1 / stands_for)
+    normal[place] = NormalDist().inv_cdf(min(below, MAX_UNIFORM))
+
+
+def _single_turns(answer: Array) -> Callable[[int, int], dict[str, Any]]:
+    lengths = np.maximum(1, np.rint(answer)).tolist()
+    return lambda row, i: {"answers": [lengths[row][i]]}
+
+
+def _many_turns(
+    load: Workload, chance: np.random.Generator, normal: Array, prompt: Array, scale: float
+) -> Callable[[int, int], dict[str, Any]]:
+    counts = np.maximum(1, np.rint(load.turns.at(normal))).astype(int)
+    ends = np.cumsum(counts)
+    total = int(ends[-1])
+    answers = np.maximum(1, np.rint(load.answer.at(chance.standard_normal(total), scale)))
+    observations = np.rint(load.observation.at(chance.standard_normal(total)))
+    tools = load.tool_s.at(chance.standard_normal(total))
+
+    def turns(row: int, i: int) -> dict[str, Any]:
+        place = row * counts.shape[1] + i
+        end = int(ends[place])
+        here = slice(end - int(counts[row, i]), end)
+        return _capped(float(prompt[row, i]), answers[here], observations[here], tools[here], load.context_cap)
+
+    return turns
+
+
+def _capped(prompt: float, answers: Array, observations: Array, tools: Array, cap: float) -> dict[str, Any]:
+    """The turns up to the one in which the conversation reaches ``cap``, whose answer is cut there."""
+    before = prompt + np.cumsum(answers + observations) - answers - observations
+    count = max(1, int(np.searchsorted(before, cap - 1)))
+    kept = answers[:count].tolist()
+    kept[-1] = max(1.0, min(kept[-1], cap - float(before[count - 1])))
+    between = count - 1
+    return {"answers": kept, "observations": observations[:between].tolist(), "tools_s": tools[:between].tolist()}
+
+
+def _again(ordinal: int, index: int, record: RecordedSession) -> Session:
+    lists: Iterator[list[float]] = (list(v) for v in (record.answers, record.observations, record.tools_s))
+    answers, observations, tools = lists
+    return Session(
+        ordinal, index, record.prompt, answers, observations, tools, reset_s=record.reset_s, reward_s=record.reward_s
+    )
