@@ -11,10 +11,11 @@ from workers.agents.data import TaskSource
 from workers.agents.runners import agent_runner, reward_runner
 from workers.agents.single_turn import messages_of
 from workers.agents.targets import load_target
+from workers.trainer.usercode import load_user_code
 from workflows.spec import RunSpec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-NAMES = ("demo", "demo-tiny", "single-turn")
+NAMES = ("demo", "demo-tiny", "single-turn", "custom-algorithm")
 
 
 def load(name: str) -> RunSpec:
@@ -28,6 +29,7 @@ def test_a_run_file_is_valid_and_its_code_can_be_loaded(name: str) -> None:
     assert callable(load_target(spec.reward.target, spec.code))
     if spec.agent.kind == "python":
         assert callable(load_target(spec.agent.target or "", spec.code))
+    load_user_code(spec)
     agent_runner(spec)
     reward_runner(spec)
 

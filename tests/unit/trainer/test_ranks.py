@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -225,3 +226,27 @@ def test_a_wrong_launch_file_ends_the_process_with_a_message(tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: launch file {tmp_path / 'launch.json'} does not exist")
+
+
+async def test_ppo_with_critic_and_reference_resumes_from_a_checkpoint_with_the_same_weights(
+    make: Any, qwen: Path, weed: Weed, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    algorithm = {"name": "ppo", "kl": "k3", "kl_coefficient": 0.1, "minibatches": 2, "epochs": 2, "value_clip": 0.2}
+    spec = make.make_spec(qwen, algorithm={**algorithm, "critic_learning_rate": 1e-3}, trainer={"keep_checkpoints": 10})
+    state = make.make_cluster(tmp_path / "state", weed, object_store)
+    shards = [make.random_shard(ordinal, 1) for ordinal in range(4)]
+    requests = [make.put_batch(object_store, step, shards) for step in range(2)]
+    async with make.Gang(spec, state, 2) as gang:
+        await gang.ready()
+        first, second = [await gang.update(request) for request in requests]
+    assert first.metrics.optimizer_steps == 4
+    assert first.metrics.explained_variance == pytest.approx(0.0, abs=1e-6)  # a new critic says 0 for every state
+    assert second.metrics.value_loss < first.metrics.value_loss
+    assert second.metrics.reference_kl > first.metrics.reference_kl > 0
+
+    shutil.rmtree(second.checkpoint_path)
+    async with make.Gang(spec, state, 2, checkpoint=Path(first.checkpoint_path)) as gang:
+        await gang.ready()
+        again = await gang.update(requests[1])
+    assert again.weights_digest == second.weights_digest
+    assert again.metrics.value_loss == second.metrics.value_loss
