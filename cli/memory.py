@@ -39,7 +39,10 @@ def check_memory(spec: RunSpec) -> Iterator[tuple[Location, str]]:
 
 
 def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
-    """Bytes of the node's processes; its engine stays resident beside its ranks."""
+    """Bytes of the node's processes; its engine stays resident beside its ranks.
+
+    Critic and reference are taken to be of the model's size.
+    """
     weights = parameters * BYTES[spec.model.dtype]
     total = 0
     if "rollout" in node.tags:
@@ -50,7 +53,9 @@ def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
         # Gradients in the model's type, then master weights and two Adam moments in float32, split by ZeRO.
         states = 12 * parameters if spec.model.dtype == "bfloat16" else 8 * parameters
         split = gang if spec.trainer.zero_stage else 1
-        total += node.ranks * (BASE_BYTES + 2 * weights + states // split)
+        trained = 2 if spec.algorithm.has_critic else 1
+        frozen = 0 if spec.algorithm.kl == "none" else weights
+        total += node.ranks * (BASE_BYTES + trained * (2 * weights + states // split) + frozen)
     return total
 
 

@@ -144,6 +144,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(
         ("path: model", "path: model\n  tool_open: <call>", 2, "do nothing with tool_parser 'auto'"),
         ("kind: python", "kind: single_turn", 7, "target does nothing with kind 'single_turn'"),
         ("kind: python", "kind: command\n  options: {depth: 2}", 7, "only a Python agent takes them"),
+        ("steps: 3", "steps: 3\nalgorithm: {advantage: 'my_agent:gain'}", 17, "defines no 'gain'"),
+        ("steps: 3", "steps: 3\nalgorithm: {kl: k3, kl_coefficient: 1, reference: old}", 17, "holds no config.json"),
+        ("steps: 3", "steps: 3\nalgorithm: {clip_low: 0.1}", 17, "clip_low does nothing here"),
         ("  held_out: held.jsonl", "evaluation: {every: 2}", None, "needs held-out tasks"),
     ],
 )
@@ -190,6 +193,14 @@ def test_a_run_that_cannot_fit_into_memory_is_refused(run_file: Path, monkeypatc
     monkeypatch.setattr(memory, "memory_limit", lambda: 1 << 30)
     (problem,) = check_run(run_file).problems
     assert "this machine has 1.0 GiB" in problem.message
+
+
+def test_critic_and_reference_take_memory_too(run_file: Path) -> None:
+    parameters = 1 << 30
+    plain, node = load_run(run_file), load_run(run_file).nodes[0]
+    run_file.write_text(GOOD + "algorithm: {name: ppo, kl: k3, kl_coefficient: 0.1}\n")
+    more = memory.node_bytes(load_run(run_file), node, parameters) - memory.node_bytes(plain, node, parameters)
+    assert more == parameters * (16 + 4)  # float32: the critic's weights, gradients and two moments; the reference
 
 
 def test_a_model_that_is_not_there_yet_is_the_only_problem(run_file: Path) -> None:
