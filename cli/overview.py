@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cli import stack
 from cli.demo import Watcher
-from cli.progress import FailureRow, causes
+from cli.progress import SHOWN_STEPS, FailureRow, causes
 from cli.runs import Runs
 from storage.errors import SeamlessFlowError
 from workers.cluster import StateFolder
@@ -60,6 +60,7 @@ async def collect(state: StateFolder, run: str | None) -> dict[str, Any]:
                 "reward": rewards[-1] if rewards else None,
                 "tokens_per_s": now.tokens_per_s,
                 "waiting_for": now.waiting_for,
+                "log_prob_gaps": {row.step: row.gap for row in now.rows[-SHOWN_STEPS:]},
                 "evaluations": [{"version": version, "reward": reward} for version, reward in now.evaluations],
                 "failures": [asdict(failure) for failure in now.failures],
                 "trouble": now.trouble,
@@ -91,6 +92,10 @@ def render(view: dict[str, Any]) -> str:
                 row["run"], row["state"], row["phase"], step, reward, f"{row['tokens_per_s']:.0f}", row["waiting_for"]
             )
         console.print(runs)
+    if len(view["runs"]) == 1 and view["runs"][0]["log_prob_gaps"]:
+        gaps = view["runs"][0]["log_prob_gaps"].items()
+        shown = (f"{step + 1}: {'no token of the same weights' if gap is None else f'{gap:.1e}'}" for step, gap in gaps)
+        console.print(f"log-prob gap of engine and trainer, by step: {', '.join(shown)}", highlight=False)
     for row in view["runs"]:
         _show_failures(console, row, in_full=len(view["runs"]) == 1)
     for line in [*view["trouble"], *(row["trouble"] for row in view["runs"] if row["trouble"])]:

@@ -27,6 +27,8 @@ class StepRow:
     seconds: float | None
     constant: bool = False
     """Every sample had this same reward: nothing was learned."""
+    gap: float | None = None
+    """Mean |trainer - engine| log-prob of tokens sampled by the weights before the update; None: there were none."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,13 @@ class PlainView:
         for row in now.rows:
             if row.step not in self._steps:
                 self._steps.add(row.step)
-                self._say(
-                    f"step {row.step + 1}/{now.steps}  {_reward(row)}  {now.tokens_per_s:.0f} tokens/s  {_nodes(now)}"
-                )
+                parts = [
+                    f"step {row.step + 1}/{now.steps}",
+                    _reward(row),
+                    _gap(row),
+                    f"{now.tokens_per_s:.0f} tokens/s",
+                ]
+                self._say("  ".join(filter(None, [*parts, _nodes(now)])))
         if self._clock() - self._said >= PLAIN_EVERY_S:
             parts = [_state(now), f"{now.tokens_per_s:.0f} tokens/s", _nodes(now), now.trouble]
             self._say("  ".join(filter(None, parts)))
@@ -151,13 +157,13 @@ def picture(now: Snapshot, links: dict[str, str]) -> RenderableType:
     """The live table."""
     head = Text.assemble((f"{now.run}  ", "bold"), _state(now))
     figures = Text(f"{now.tokens_per_s:.0f} tokens/s, {now.tokens} tokens, {now.in_flight} sessions in flight")
-    steps = Table("step", "reward", "", "seconds", box=None, pad_edge=False)
+    steps = Table("step", "reward", "", "seconds", "log-prob gap", box=None, pad_edge=False)
     for row in now.rows[-SHOWN_STEPS:]:
         reward = row.reward if row.reward is not None else 0.0
         seconds = f"{row.seconds:.1f}" if row.seconds is not None else ""
-        steps.add_row(
-            str(row.step + 1), _reward(row).removeprefix("reward "), "█" * round(20 * max(reward, 0.0)), seconds
-        )
+        bar = "█" * round(20 * max(reward, 0.0))
+        shown = _reward(row).removeprefix("reward "), bar, seconds, _gap(row).removeprefix("log-prob gap ")
+        steps.add_row(str(row.step + 1), *shown)
     parts: list[RenderableType] = [head, figures, steps]
     parts += [Text(f"held-out reward at version {version}: {reward:.3f}") for version, reward in now.evaluations]
     parts += [Text(f"{node}: {what}") for node, what in now.nodes.items()]
@@ -189,10 +195,15 @@ def _reward(row: StepRow) -> str:
     return f"reward {row.reward:.3f}{' (the same for every sample)' if row.constant else ''}"
 
 
+def _gap(row: StepRow) -> str:
+    return "" if row.gap is None else f"log-prob gap {row.gap:.1e}"
+
+
 def _step_row(item: dict[str, Any]) -> StepRow:
     metrics = item.get("metrics", item)
     constant = _number(metrics, "reward_std") == 0
-    return StepRow(int(item["step"]), _number(metrics, "reward_mean"), _number(metrics, "seconds"), constant)
+    gap = _number(metrics, "logprob_gap_mean") if _number(metrics, "tokens_on_policy") else None
+    return StepRow(int(item["step"]), _number(metrics, "reward_mean"), _number(metrics, "seconds"), constant, gap)
 
 
 def _failure_row(item: dict[str, Any]) -> FailureRow:

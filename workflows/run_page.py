@@ -23,7 +23,11 @@ FIGURES = (
     ("entropy", "{entropy:.4g}"),
     ("gradient norm", "{grad_norm:.4g}"),
     ("clipped tokens", "{clip_fraction:.2%}"),
-    ("engine's log-prob gap", "{logprob_gap_mean:.2g}, at most {logprob_gap_max:.2g}"),
+    (
+        "engine's log-prob gap",
+        "{logprob_gap_mean:.2g}, at most {logprob_gap_max:.2g}, over {tokens_on_policy:.0f} tokens of the same weights",
+    ),
+    ("ratio of older tokens", "{off_policy_ratio_mean:.3g}"),
     ("tokens trained", "{tokens:.0f} in {rows:.0f} rows"),
     ("seconds", "{seconds_claim:.1f} for the batch, {seconds_acquire:.1f} for the nodes, {seconds:.1f} for the update"),
 )

@@ -71,6 +71,19 @@ def test_the_books_balance_and_nothing_is_pending_at_the_end(finished: Finished)
     assert books.trained + books.filtered.get("zero_variance", 0) >= 3 * 16
 
 
+def test_engine_and_trainer_agree_on_tokens_of_the_same_weights_in_every_step(finished: Finished) -> None:
+    job, _ = finished
+    ledger = Ledger(job.state.cluster().ledger_url)
+    try:
+        steps = [step.metrics for step in ledger.steps(job.run)]
+    finally:
+        ledger.close()
+    assert len(steps) == 3
+    assert steps[0]["tokens_on_policy"] == steps[0]["tokens"] > 0
+    for metrics in steps:
+        assert metrics["logprob_gap_mean"] <= 1e-3
+
+
 def test_every_token_logprob_and_version_in_every_shard_is_the_engines_own(finished: Finished) -> None:
     job, _ = finished
     logs = engine_logs(job)

@@ -49,9 +49,15 @@ class UpdateMetrics(Message):
     correction_masked: float = 0.0
     """Share of trained tokens whose off-policy weight is 0."""
     logprob_gap_mean: float
-    """Mean of |trainer - engine| log-prob."""
+    """Mean of |trainer - engine| log-prob over the trained tokens whose weights are those before the update: what the
+    engine computes otherwise than the trainer, not what training changed. 0 if there is no such token."""
     logprob_gap_max: float
-    """Largest |trainer - engine| log-prob."""
+    """Largest of these."""
+    tokens_on_policy: int = 0
+    """Trained tokens sampled by the weights before the update."""
+    off_policy_ratio_mean: float = 1.0
+    """Mean of exp(trainer - engine) log-prob over the others, before any truncation: how far the policy has moved away
+    from what sampled them. 1 if there is none."""
     entropy: float
     """Mean entropy of the trainer's next-token distribution, in nats, at the sampling temperature."""
     reference_kl: float = 0.0

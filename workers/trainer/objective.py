@@ -40,6 +40,13 @@ class StepSums:
     importance: float = 0.0
     masked: float = 0.0
     gap: float = 0.0
+    """|trainer - engine| log-prob of tokens that the weights before the batch had sampled."""
+    current: float = 0.0
+    """How many these are."""
+    stale_ratio: float = 0.0
+    """exp(trainer - engine) of tokens of other weights."""
+    stale: float = 0.0
+    """How many these are."""
     entropy: float = 0.0
     kl: float = 0.0
     advantage_abs: float = 0.0
@@ -51,9 +58,10 @@ class StepSums:
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             setattr(self, f.name, max(mine, theirs) if f.metadata.get("max") else mine + theirs)
 
-    def mean(self, name: str) -> float:
-        """Per trained token; 0 if there is none."""
-        return float(getattr(self, name)) / self.tokens if self.tokens else 0.0
+    def mean(self, name: str, over: str = "tokens") -> float:
+        """Per trained token, or per token of the count ``over``; 0 if there is none."""
+        count = float(getattr(self, over))
+        return float(getattr(self, name)) / count if count else 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,9 @@ class Objective:
     temperature: float
     """Of the sampling policy: what it sampled from is softmax(logits / temperature)."""
     step: int = 0
-    """Weight version before the batch, for the staleness that losses of the user's are told."""
+    """Weight version before the batch."""
+    first: bool = True
+    """Whether the weights are still those, so that what they say of a token can be set against what its engine said."""
 
     def __call__(self, logits_NV: Tensor, batch: MicroBatch) -> tuple[Tensor, StepSums]:
         """This micro-batch's part of the batch loss (differentiable), and its sums.
@@ -91,10 +101,10 @@ class Objective:
         return loss, _sums(
             loss,
             weight_N > 0,
+            **self._mismatch(batch, logprob_N.detach(), engine_N),
             clipped=token.clipped_N,
             importance=importance_N,
             masked=importance_N == 0,
-            gap=(logprob_N.detach() - engine_N).abs(),
             entropy=entropy_N.detach(),
             kl=kl.k3(logprob_N.detach(), reference_N),
             advantage_abs=tokens.advantage_N.abs(),
@@ -116,6 +126,23 @@ class Objective:
             sequence_log_ratio_N=torch.zeros_like(engine_N) if sequence_N is None else _on(device, sequence_N),
             staleness_N=self.step - _on(device, batch.version_N).long(),
         )
+
+    def _mismatch(self, batch: MicroBatch, logprob_N: Tensor, engine_N: Tensor) -> dict[str, Tensor]:
+        """Engine against trainer under equal weights, and apart from it what the change of weights did.
+
+        A token of version v is held against the trainer's weights of v only: those before the batch's first optimizer
+        step, if v is the batch's version.
+        """
+        before_N = logprob_N if batch.old_logprob_N is None else _on(logprob_N.device, batch.old_logprob_N)
+        known = batch.old_logprob_N is not None or self.first
+        current_N = _on(logprob_N.device, batch.version_N) == self.step
+        difference_N, nothing_N = before_N - engine_N, torch.zeros_like(engine_N)
+        return {
+            "gap": torch.where(current_N & known, difference_N.abs(), nothing_N),
+            "current": current_N & known,
+            "stale_ratio": torch.where(~current_N & known, difference_N.exp(), nothing_N),
+            "stale": ~current_N & known,
+        }
 
     def _importance(self, batch: MicroBatch, old_N: Tensor, engine_N: Tensor) -> Tensor:
         if batch.importance_N is not None:

@@ -97,7 +97,8 @@ class _Work:
             mean_M = sequence_mean(log_ratio_M, torch.from_numpy(self._columns.sequence_N)).numpy()
             batches = [replace(b, sequence_log_ratio_N=mean_M[b.token_N]) for b in batches]
         self._trained.tokens_computed += part.tokens
-        return self._backend.update(batches, Objective(algorithm, self._batch.temperature, self._batch.step))
+        objective = Objective(algorithm, self._batch.temperature, self._batch.step, first)
+        return self._backend.update(batches, objective)
 
     def _ask_models(self) -> dict[str, Tensor]:
         """The columns that the algorithm needs and packing could not know."""

@@ -19,6 +19,7 @@ def view(*runs: str) -> dict[str, Any]:
         "reward": 0.5,
         "tokens_per_s": 10.0,
         "waiting_for": "",
+        "log_prob_gaps": {0: 2.5e-6, 1: None},
         "failures": [failure],
         "trouble": "",
     }
@@ -32,6 +33,12 @@ def test_a_run_is_shown_with_what_happened_to_the_last_attempt_of_each_cause() -
     assert "agent_error, the last one is train/7.1:" in text
     for line in TRACE.splitlines():
         assert f"    {line}" in text
+
+
+def test_the_log_prob_gap_of_each_step_is_shown() -> None:
+    assert "log-prob gap of engine and trainer, by step: 1: 2.5e-06, 2: no token of the same weights" in render(
+        view("toy")
+    )
 
 
 def test_of_several_runs_only_the_causes_are_shown() -> None:

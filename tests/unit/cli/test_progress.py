@@ -10,8 +10,9 @@ from rich.console import Console
 from cli.progress import PLAIN_EVERY_S, FailureRow, PlainView, Snapshot, picture, snapshot
 from workflows.messages import EvaluationOutcome, NodeStatus, PoolStatus, RunStatus
 
+METRICS = {"reward_mean": 0.25, "seconds": 2.5, "logprob_gap_mean": 2.5e-6, "tokens_on_policy": 40}
 CONTROL: dict[str, Any] = {
-    "steps": [{"step": 0, "lineage": 0, "metrics": {"reward_mean": 0.25, "seconds": 2.5}}, {"step": 1, "metrics": {}}],
+    "steps": [{"step": 0, "lineage": 0, "metrics": METRICS}, {"step": 1, "metrics": {}}],
     "evaluations": [],
     "tokens": {"journalled": 1200, "per_s": 321.4},
     "sessions_in_flight": 7,
@@ -50,7 +51,7 @@ def test_the_plain_view_says_each_step_and_evaluation_once() -> None:
     view.show(now)
     assert lines == [
         "evaluation of version 0: held-out reward 0.400",
-        "step 1/3  reward 0.250  321 tokens/s  n0: train (alive)",
+        "step 1/3  reward 0.250  log-prob gap 2.5e-06  321 tokens/s  n0: train (alive)",
         "step 2/3  reward -  321 tokens/s  n0: train (alive)",
     ]
 
@@ -110,7 +111,7 @@ def test_a_step_whose_samples_all_had_one_reward_is_marked() -> None:
     step = {"step": 0, "metrics": {"reward_mean": 0.0, "reward_std": 0.0}}
     lines: list[str] = []
     PlainView(lines.append, clock=lambda: 0.0).show(snapshot("toy", {"steps": [step]}, run_status(), None))
-    assert "step 1/3  reward 0.000 (the same for every sample)  0 tokens/s  " in lines
+    assert "step 1/3  reward 0.000 (the same for every sample)  0 tokens/s" in lines
 
 
 def test_a_warning_of_the_run_is_shown_unless_something_failed() -> None:

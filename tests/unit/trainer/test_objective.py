@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,8 +90,30 @@ def test_engine_and_trainer_differences_are_corrected_by_a_truncated_weight(make
     expected = -(torch.from_numpy(batch.advantage_N * batch.weight_N) * weight).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert sums.mean("importance") == pytest.approx(weight.mean().item(), rel=1e-5)
-    assert sums.mean("gap") == pytest.approx(gap.abs().mean().item(), rel=1e-5)
-    assert sums.gap_max == pytest.approx(gap.abs().max().item(), rel=1e-5)
+
+
+def test_the_engine_is_held_against_the_trainer_only_for_tokens_of_the_same_weights(make: Any) -> None:
+    batch = pack(_batch(make, AlgorithmSpec()).rows)
+    version_N = np.arange(len(batch.version_N), dtype=np.int32) % 2 + 3
+    batch = dataclasses.replace(batch, version_N=version_N)
+    logits = _logits(batch)
+    difference_N = token_logprobs(logits.detach(), torch.from_numpy(batch.target_N), 1.0)[0].numpy() - (
+        batch.engine_logprob_N
+    )
+    current_N = version_N == 4
+
+    _, sums = Objective(AlgorithmSpec(), 1.0, step=4)(logits, batch)
+    assert (sums.current, sums.stale) == (current_N.sum(), (~current_N).sum())
+    assert sums.mean("gap", over="current") == pytest.approx(np.abs(difference_N[current_N]).mean(), rel=1e-5)
+    assert sums.gap_max == pytest.approx(np.abs(difference_N[current_N]).max(), rel=1e-5)
+    assert sums.mean("stale_ratio", over="stale") == pytest.approx(np.exp(difference_N[~current_N]).mean(), rel=1e-5)
+
+    # After an optimizer step the weights are others: only what they said before it counts.
+    _, later = Objective(AlgorithmSpec(), 1.0, step=4, first=False)(logits, batch)
+    assert (later.current, later.stale, later.gap_max) == (0, 0, 0)
+    known = dataclasses.replace(batch, old_logprob_N=(batch.engine_logprob_N - 0.25).astype(np.float32))
+    _, later = Objective(AlgorithmSpec(), 1.0, step=4, first=False)(logits, known)
+    assert later.mean("gap", over="current") == pytest.approx(0.25, rel=1e-5)
 
 
 def test_engine_logprobs_as_old_ones_clip_the_ratio(make: Any) -> None:
