@@ -289,6 +289,7 @@ class RunSpec(Spec):
             if not any(tag in node.tags for node in self.nodes):
                 raise ValueError(f"nodes: no node has the tag {tag!r}: a run needs at least one")
         self._someone_rolls_out()
+        self._algorithm_can_act()
         if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1"
@@ -307,6 +308,23 @@ class RunSpec(Spec):
                 f"pipeline.name {name!r} keeps train nodes from rollout, and every node with the tag 'rollout' has the "
                 "tag 'train': take one of them away from a node"
             )
+
+    def _algorithm_can_act(self) -> None:
+        cap, given = self.algorithm.token_staleness, self.pipeline.max_staleness
+        on_policy = self.pipeline.name in ("colocated", "disaggregated", "micro_batch")
+        bound = 0 if on_policy else 1 if given is None else given
+        if cap is not None and cap >= bound:
+            raise ValueError(
+                f"algorithm.token_staleness {cap} does nothing: the pipeline trains no token that is more than {bound} "
+                "updates old"
+            )
+        for node in self.nodes:
+            idle = sorted({"critic", "reference"} & node.tags)
+            if idle and "train" not in node.tags:
+                raise ValueError(
+                    f"nodes: {node.id!r} has the tag {idle[0]!r} without 'train', but the trainer's ranks hold critic "
+                    "and reference: give it both tags"
+                )
 
     def digest(self) -> str:
         """sha256 over the canonical JSON of the run file: two files with one digest ask for the same run."""
