@@ -67,7 +67,7 @@ def dr_grpo(reward_S: Tensor) -> Tensor:
 def rloo(reward_S: Tensor) -> Tensor:
     """``r - mean of the others``, which is ``S / (S - 1) (r - mean)``: an unbiased baseline.
 
-    Source: RLOO (arXiv 2402.14740) section 2.2, after Kool et al. 2019.
+    Source: RLOO (arXiv 2402.14740), after Kool et al. 2019.
 
     >>> rloo(torch.tensor([1.0, 0.0, 0.0]))
     tensor([ 1.0000, -0.5000, -0.5000])
@@ -81,7 +81,7 @@ def whiten(advantage_N: Tensor) -> Tensor:
 
     REINFORCE++ whitens returns, or with its baseline variant rewards less the group's mean, and no group deviation
     enters; PPO's implementations whiten what :func:`algorithms.credit.tree_advantages` gives.
-    Sources: REINFORCE++ (arXiv 2501.03262) equations 8 and 9; PPO, "The 37 implementation details" (ICLR blog 2022), 7.
+    Sources: REINFORCE++ (arXiv 2501.03262); PPO, "The 37 implementation details" (ICLR blog 2022), 7.
     """
     if len(advantage_N) < 2 or zero_variance(advantage_N):
         return torch.zeros_like(advantage_N, dtype=torch.float32)

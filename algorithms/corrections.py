@@ -2,8 +2,8 @@
 
 The loss assumes the proximal policy (the trainer's weights before the update); the behaviour policy is what the engine
 sampled from: older weights, other kernels. Weights are constants (no gradient) and apart from the clipped ratio, which
-makes the whole decoupled PPO: ``w = pi_prox / pi_behav``, ``ratio = pi / pi_prox`` (arXiv 2110.00641 equation 4; in
-asynchronous RL: AReaL, arXiv 2505.24298, equation 5).
+makes the whole decoupled PPO: ``w = pi_prox / pi_behav``, ``ratio = pi / pi_prox`` (arXiv 2110.00641; in asynchronous
+RL: AReaL, arXiv 2505.24298, section 5).
 
 Shape suffix: ``N`` trained tokens of any number of sequences.
 """
@@ -47,7 +47,7 @@ def truncate(importance_N: Tensor, *, cap: float) -> Tensor:
 def mask_outside(importance_N: Tensor, *, floor: float, cap: float) -> Tensor:
     """``w`` inside the band, 0 outside: tokens (or sequences) on which the two policies disagree train nothing.
 
-    Source: IcePop, Ring-1T (arXiv 2510.18855) section 3.2, with floor 0.5 and cap 5.
+    Source: IcePop, in Ring-1T (arXiv 2510.18855), with floor 0.5 and cap 5.
     """
     inside_N = (importance_N >= floor) & (importance_N <= cap)
     return torch.where(inside_N, importance_N, torch.zeros_like(importance_N))
@@ -56,7 +56,7 @@ def mask_outside(importance_N: Tensor, *, floor: float, cap: float) -> Tensor:
 def fresh(version_N: Tensor, *, step: int, cap: int) -> Tensor:
     """True where a token is at most ``cap`` updates older than the weights that train it, which are version ``step``.
 
-    Source: the staleness bound of AReaL (arXiv 2505.24298) section 5.1, here by token: a generation that was
+    Source: the staleness bound of AReaL (arXiv 2505.24298) section 5, here by token: a generation that was
     interrupted holds several versions.
     """
     return step - version_N <= cap

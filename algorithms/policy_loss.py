@@ -58,7 +58,7 @@ def clipped_loss(
     has no gradient.
 
     Sources: PPO (arXiv 1707.06347) equation 7; clip-higher, DAPO (arXiv 2503.14476) section 3.1; dual clip
-    (arXiv 1912.09729) equation 5.
+    (arXiv 1912.09729).
     """
     ratio_N = torch.exp(logprob_N - old_logprob_N.detach())
     return _clip(ratio_N, advantage_N, clip_low, clip_high, dual_clip)
@@ -73,7 +73,7 @@ def sequence_clipped_loss(
     ``s_t = sg(s) pi / sg(pi)``: same value and, averaged over the sequence, same gradient as the loss of the sequence,
     but its tokens may lie in different micro-batches. ``sequence_log_ratio_N`` is the mean, the same for all of them.
 
-    Source: GSPO (arXiv 2507.18071) equations 5, 7, and 13 to 15 (GSPO-token).
+    Source: GSPO (arXiv 2507.18071) equations 5, 7, 13 and 14 (GSPO-token).
     """
     ratio_N = torch.exp(sequence_log_ratio_N.detach() + logprob_N - logprob_N.detach())
     return _clip(ratio_N, advantage_N, clip_low, clip_high, None)
