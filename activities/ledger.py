@@ -147,7 +147,7 @@ class LedgerActivities:
         """Commit the checkpoint: its claimed samples become trained in that transaction; then the step's figures."""
         await asyncio.to_thread(self._commit, task)
         weights = WeightsStore(self._state.weights(task.run))
-        removed = await beating(asyncio.to_thread(weights.collect, task.keep_weights))
+        removed = await beating(asyncio.to_thread(weights.collect, task.keep_weights, every=task.keep_weights_every))
         activity.logger.info("version %d is committed; %d old ones removed", task.checkpoint.version, len(removed))
         return task.checkpoint
 

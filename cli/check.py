@@ -5,6 +5,7 @@ Each check looks at one section. A section that the schema refuses is skipped, t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -20,7 +21,17 @@ from cli import memory, targets
 from cli.runfile import Document, Location, Problem, RunFileError, absolute, read_document, validate
 from workers.engines.embedded.architectures import SUPPORTED
 from workers.engines.kinds import KINDS
-from workflows.spec import AgentSpec, AlgorithmSpec, DataSpec, EngineSpec, ModelSpec, NodeSpec, RewardSpec, RunSpec
+from workflows.spec import (
+    AgentSpec,
+    AlgorithmSpec,
+    DataSpec,
+    EngineSpec,
+    ModelSpec,
+    NodeSpec,
+    RewardSpec,
+    RunSpec,
+    TrackerSpec,
+)
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 MOST_DATA_PROBLEMS = 5
@@ -85,6 +96,8 @@ def _world(document: Document, spec: RunSpec | None) -> Found:
         yield from check_algorithm(algorithm, code)
     for index, node in nodes:
         yield from check_node(node, index)
+    if (trackers := _section(TrackerSpec, data.get("trackers", {}))) is not None:
+        yield from check_trackers(trackers)
     if spec is not None:
         yield from memory.check_memory(spec)
 
@@ -169,6 +182,11 @@ def check_node(node: NodeSpec, index: int) -> Found:
             ("nodes", index, "cores"),
             f"core {', '.join(map(str, absent))} does not exist here; there are {_ranges(sorted(here))}",
         )
+
+
+def check_trackers(trackers: TrackerSpec) -> Found:
+    if trackers.wandb is not None and importlib.util.find_spec("wandb") is None:
+        yield ("trackers", "wandb"), "wandb is not installed here: install the project with its `wandb` extra"
 
 
 def _check_jsonl(place: Location, path: Path) -> Found:

@@ -259,6 +259,20 @@ def shards_show(
 
 
 @app.command()
+def export(
+    run: RunName,
+    out: Annotated[Path, typer.Option(help="Folder to make.", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=0, help="Updates made; 0: the initial model; default: all.")] = None,
+    state: StateOption = None,
+) -> None:
+    """Write a run's weights as a Hugging Face directory; needs no running cluster."""
+    from cli.export import export as write
+
+    written = write(state_folder(state), run, out, step)
+    print(f"{out}: step {written.version}, weights {written.digest}")
+
+
+@app.command()
 def audit(run: RunName, state: StateOption = None) -> None:
     """Compare a run's journal, shards and books; exit code 1 if anything is unaccounted for."""
     from cli.demo import control_client

@@ -71,14 +71,14 @@ class WeightsStore:
         Raises:
             NotFoundError: not published, or collected.
         """
-        found = [ref for ref in self._published() if ref.version == version and digest in (None, ref.digest)]
+        found = [ref for ref in self.published() if ref.version == version and digest in (None, ref.digest)]
         if not found:
             raise NotFoundError(f"no weights of version {version} (digest {digest or 'any'}) in {self.root}")
         return found[-1]
 
     def latest(self) -> WeightsRef | None:
         """The newest version, None before the first."""
-        published = self._published()
+        published = self.published()
         return published[-1] if published else None
 
     def verify(self, path: Path) -> str:
@@ -109,16 +109,17 @@ class WeightsStore:
         temporary.write_text(json.dumps(names))
         temporary.replace(pins / f"{holder}.json")
 
-    def collect(self, keep: int) -> list[WeightsRef]:
-        """Remove all but the newest ``keep`` folders and the pinned ones, and abandoned temporary ones.
+    def collect(self, keep: int, *, every: int | None = None) -> list[WeightsRef]:
+        """Remove all but the newest ``keep`` folders, each ``every``-th version and the pinned ones; returns what.
 
-        Returns what was removed.
+        Abandoned temporary folders go too.
         """
         if keep < 1:
             raise ConfigError(f"keep is {keep}: at least one version of the weights must stay")
-        published = self._published()
+        published = self.published()
         pinned = self._pinned()
-        old = [ref for ref in published[:-keep] if Path(ref.path).name not in pinned]
+        spared = [ref for ref in published if every is not None and ref.version % every == 0]
+        old = [ref for ref in published[:-keep] if Path(ref.path).name not in pinned and ref not in spared]
         for ref in old:
             shutil.rmtree(ref.path)
         newest = published[-1].version if published else -1
@@ -130,7 +131,8 @@ class WeightsStore:
     def _pinned(self) -> set[str]:
         return {name for file in (self.root / PINS).glob("*.json") for name in json.loads(file.read_text())}
 
-    def _published(self) -> list[WeightsRef]:
+    def published(self) -> list[WeightsRef]:
+        """All that is there, oldest version first."""
         folders = [path for path in self.root.glob("[0-9]*-*") if (path / MANIFEST).is_file()]
         folders.sort(key=lambda path: (int(path.name.split("-")[0]), (path / MANIFEST).stat().st_mtime_ns))
         return [_read_manifest(path).ref for path in folders]

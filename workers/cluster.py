@@ -66,7 +66,7 @@ class StateFolder:
     """The folder with everything a cluster keeps on this machine.
 
     Layout: ``cluster.json secrets.json logs/ ledger.db journal.db temporal.db
-    s3/ weights/<run>/ checkpoints/<run>/ nodes/<node>/``.
+    s3/ weights/<run>/ checkpoints/<run>/ tracking/<run>/ nodes/<node>/``.
     """
 
     def __init__(self, root: Path) -> None:
@@ -89,6 +89,10 @@ class StateFolder:
 
     def checkpoints(self, run: str) -> Path:
         return self.root / "checkpoints" / run
+
+    @property
+    def tracking(self) -> Path:
+        return self.root / "tracking"
 
     def node(self, node: str) -> Path:
         return self.root / "nodes" / node

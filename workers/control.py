@@ -37,6 +37,7 @@ from storage.ledger import Ledger
 from storage.objects import ObjectStore
 from workers.cluster import StateFolder
 from workers.temporal import BEAT, GRACE, connect
+from workers.tracking.follower import Follower
 from workflows import calls
 from workflows.data_stream import DataStream
 from workflows.evaluation import Evaluation
@@ -134,7 +135,7 @@ async def serve(state: StateFolder, stop: asyncio.Event) -> None:
             control_worker(client, control_activities(client, state, ledger, store, proxy)),
         ):
             await schedule_audit(client, cluster.cluster)
-            await stop.wait()
+            await Follower(ledger, state.tracking).follow(stop)
     finally:
         store.close()
         ledger.close()

@@ -561,7 +561,9 @@ class CommitInput(Message):
     metrics: dict[str, float]
     intervals: tuple[TrainInterval, ...]
     keep_weights: int = Field(default=4, ge=1)
-    """Published versions that stay on disk."""
+    """Newest published versions that stay on disk."""
+    keep_weights_every: int | None = None
+    """Older versions that stay too: each so many."""
 
 
 class TrainInterval(Message):

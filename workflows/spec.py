@@ -195,6 +195,9 @@ class TrainerSpec(Spec):
     """Rows per forward pass and rank."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; one is written every step."""
+    keep_weights_every: int | None = Field(default=None, ge=1)
+    """Published weights of each so many steps stay until the state folder is removed, to be exported; None: only those
+    that engines may still need."""
     step_time_limit_s: float = Field(default=1800.0, gt=0)
     """Deadline of one update."""
 
@@ -234,6 +237,24 @@ class PoolSpec(Spec):
     """Nodes the run may claim while other runs want them; beyond, it borrows what nobody wants and gives it back."""
     queue_limit_s: float = Field(default=604800.0, gt=0)
     """The run waits at most this long for its first node; then it fails, and says who held the nodes."""
+
+
+class WandbSpec(Spec):
+    project: str = Field(min_length=1)
+    """Project that the run is shown in. The key is ``WANDB_API_KEY`` of the control worker's environment."""
+    entity: str | None = None
+    """User or team; None: the key's own."""
+    mode: Literal["online", "offline"] = "online"
+    """``offline`` writes to the state folder; ``wandb sync`` sends it later."""
+
+
+class TrackerSpec(Spec):
+    """Where the figures of docs/metrics.md are shown; a tracker that fails never stops a run."""
+
+    tensorboard: bool = True
+    """Event files in ``<state>/tracking/<run>/tensorboard``."""
+    wandb: WandbSpec | None = None
+    """Weights & Biases; needs the ``wandb`` extra."""
 
 
 class JournalSpec(Spec):
@@ -277,6 +298,7 @@ class RunSpec(Spec):
     pipeline: PipelineSpec = PipelineSpec()
     pool: PoolSpec = PoolSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    trackers: TrackerSpec = TrackerSpec()
     journal: JournalSpec = JournalSpec()
 
     @model_validator(mode="after")

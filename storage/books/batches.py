@@ -139,9 +139,11 @@ class Batches(Part):
                 claimed = table.c.state == State.CLAIMED
                 connection.execute(table.update().where(taken, claimed).values(state=State.TRAINED))
 
-    def latest_checkpoint(self, run: str) -> Checkpoint | None:
-        """The checkpoint to go on from: the newest lineage's last, None before the first."""
+    def latest_checkpoint(self, run: str, *, version: int | None = None) -> Checkpoint | None:
+        """The checkpoint to go on from, or the surviving one of a version: the newest lineage's last; None: no such."""
         query = sa.select(checkpoints).where(checkpoints.c.run == run)
+        if version is not None:
+            query = query.where(checkpoints.c.version == version)
         query = query.order_by(checkpoints.c.lineage.desc(), checkpoints.c.step.desc()).limit(1)
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()

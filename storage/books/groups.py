@@ -164,24 +164,32 @@ class Groups(Part):
             mine = samples.update().where(samples.c.run == run, samples.c.state.in_(waiting))
             return connection.execute(mine.values(end)).rowcount
 
-    def finish_evaluation(self, run: str, stream: str) -> EvalResult | None:
-        """scored -> filtered(evaluation) once every admitted sample has ended; None: some are still on their way.
+    def evaluation(self, run: str, stream: str) -> EvalResult | None:
+        """Rewards of an evaluation whose every admitted sample has ended; None: some are still on their way."""
+        with self._db.read() as connection:
+            return _evaluation(connection, run, stream)[1]
 
-        A repeated call gives the same result.
-        """
+    def finish_evaluation(self, run: str, stream: str) -> EvalResult | None:
+        """As :meth:`evaluation`; once it has ended: scored -> filtered(evaluation). A repeated call changes nothing."""
         with self._db.write() as connection:
             lock_run(connection, run)
-            admission = stream_row(connection, run, stream)
-            query = sa.select(samples).where(in_stream(run, stream)).order_by(samples.c.ordinal, samples.c.sample)
-            rows = [row_of(row) for row in connection.execute(query)]
-            on_their_way = [row for row in rows if row.state not in (State.SCORED, *TERMINAL)]
-            if on_their_way or len(rows) < admission.admit_until * admission.samples_per_task:
-                return None
-            for row in rows:
+            rows, result = _evaluation(connection, run, stream)
+            for row in rows if result else ():
                 if row.state is State.SCORED:
                     set_sample(connection, row.key, state=State.FILTERED, cause=EVALUATION)
-        rewards = tuple(row.reward for row in rows if row.state is not State.FAILED and row.reward is not None)
-        return EvalResult(fmean(rewards) if rewards else None, len(rewards), rewards, len(rows) - len(rewards))
+            return result
+
+
+def _evaluation(connection: sa.Connection, run: str, stream: str) -> tuple[list[SampleRow], EvalResult | None]:
+    """The samples of an evaluation, and what came of them if all have ended."""
+    admission = stream_row(connection, run, stream)
+    query = sa.select(samples).where(in_stream(run, stream)).order_by(samples.c.ordinal, samples.c.sample)
+    rows = [row_of(row) for row in connection.execute(query)]
+    ended = [row for row in rows if row.state in (State.SCORED, *TERMINAL)]
+    if len(ended) < max(len(rows), admission.admit_until * admission.samples_per_task):
+        return rows, None
+    rewards = tuple(row.reward for row in rows if row.state is not State.FAILED and row.reward is not None)
+    return rows, EvalResult(fmean(rewards) if rewards else None, len(rewards), rewards, len(rows) - len(rewards))
 
 
 def end_group(

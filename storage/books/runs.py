@@ -129,9 +129,10 @@ class Runs(Part):
             lock_run(connection, run)
             upsert(connection, steps, ("run", "lineage", "step"), row)
 
-    def steps(self, run: str) -> list[StepRecord]:
-        """Metrics of all updates by (step, lineage)."""
-        query = sa.select(steps).where(steps.c.run == run).order_by(steps.c.step, steps.c.lineage)
+    def steps(self, run: str, *, recorded_after: float = 0.0) -> list[StepRecord]:
+        """Metrics of all updates, or of those recorded after a time (unix seconds), by (step, lineage)."""
+        chosen = (steps.c.run == run) & (steps.c.recorded > recorded_after)
+        query = sa.select(steps).where(chosen).order_by(steps.c.step, steps.c.lineage)
         with self._db.read() as connection:
             return [StepRecord(**row._mapping) for row in connection.execute(query)]
 
