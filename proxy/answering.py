@@ -34,7 +34,8 @@ class Answering:
         """The last reader went away; it ends as soon as the engines let go."""
         self._readers = 0
         self._told = False
-        self._lost: Exception | None = None
+        self.lost: Exception | None = None
+        """Why this process does not have the session any more."""
         self._open = len(turn.choices)
         self._news = asyncio.Event()
         self._generations: list[Generation] = []
@@ -50,8 +51,8 @@ class Answering:
 
     @property
     def error(self) -> Exception | None:
-        """Of the first choice that failed, or what this process lost the session by."""
-        return self._lost or next((g.error for g in self._generations if g.error is not None), None)
+        """Of the first choice that failed."""
+        return next((g.error for g in self._generations if g.error is not None), None)
 
     @property
     def finished(self) -> bool:
@@ -81,9 +82,9 @@ class Answering:
             generation.stop()
 
     def lose(self, error: Exception) -> None:
-        """Another process goes on with it; who waits here gets ``error``."""
+        """Another process goes on with it."""
         if not self.done:
-            self._lost = error
+            self.lost = error
             self.stop()
 
     async def news(self, seen: int, timeout_s: float | None = None) -> bool:

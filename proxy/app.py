@@ -22,7 +22,7 @@ from proxy.dialects.chat import ChatDialect
 from proxy.dialects.completions import CompletionsDialect
 from proxy.dialects.responses import ResponsesDialect
 from proxy.live_session import LiveSession
-from proxy.peers import Elsewhere
+from proxy.peers import TOLD, TURN, Elsewhere
 from proxy.sessions import Sessions
 from proxy.trajectory.turn import Choice
 from storage.errors import (
@@ -116,17 +116,19 @@ class AgentApp:
     ) -> None:
         request = dialect.parse(body)
         async with _running(disconnected(receive)) as gone:
+            turn, skip = _told(headers)
             answering = await live.request(
                 request,
                 body,
                 retried=_retries(headers) > 0,
                 idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
+                turn=turn,
             )
             told = False
             try:
                 if gone.done():  # while the request was placed: no engine has been asked yet
                     return
-                answer = _Answer(live, request, answering, dialect, send)
+                answer = _Answer(live, request, answering, dialect, send, skip)
                 async with _running(answer.stream() if request.stream else answer.whole()) as writing:
                     await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
                     told = writing.done()
@@ -144,7 +146,7 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Tas
         yield task
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken):
+        with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken, Elsewhere):
             await task
 
 
@@ -153,10 +155,13 @@ class _Broken(Exception):
 
 
 class _Answer:
-    """One reader of an answer, writing to one client."""
+    """One reader of an answer, writing to one client, which has the first ``skip`` bytes of its stream already.
+
+    Raises Elsewhere when this process loses the session: whoever has it then goes on with the answer.
+    """
 
     def __init__(
-        self, live: LiveSession, request: TurnRequest, answering: Answering, dialect: Dialect, send: Send
+        self, live: LiveSession, request: TurnRequest, answering: Answering, dialect: Dialect, send: Send, skip: int
     ) -> None:
         self._request = request
         self._answering = answering
@@ -168,6 +173,8 @@ class _Answer:
         model = live.session.policy.model
         self._head = AnswerHead(generations[0], turn.created, model, turn.prompt_tokens, request, generations)
         self._told = [0] * len(turn.choices)
+        self._skip = skip
+        self._hold_s = live.session.policy.hold_limit_s
 
     async def whole(self) -> None:
         answering, started = self._answering, False
@@ -183,6 +190,8 @@ class _Answer:
             due = loop.time() + KEEP_ALIVE_S
         try:
             self._raise_failure()
+        except Elsewhere:
+            raise
         except Exception as error:
             if started:
                 raise _Broken from error
@@ -199,27 +208,37 @@ class _Answer:
         seen, started = 0, False
         while not (answering.done and seen == len(answering.events)):
             if not await answering.news(seen, KEEP_ALIVE_S):
-                data = self._dialect.keep_alive if started else writer.opening() + self._dialect.keep_alive
+                data = (b"" if started else self._untold(writer.opening())) + self._dialect.keep_alive
             elif answering.done and not started and not answering.finished:
                 break
             else:
                 events = answering.events[seen:]
                 seen += len(events)
                 start = b"" if started else writer.opening()
-                data = start + b"".join([self._written(writer, event) for event in events])
+                data = self._untold(start + b"".join([self._written(writer, event) for event in events]))
             if not started:
                 started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+                headers = [*_STREAM, (TURN.encode(), b"%d" % answering.turn.index)]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             if data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
         if not started:
             self._raise_failure()
         try:
             self._raise_failure()
-            end = writer.closing()
+            end = self._untold(writer.closing())
+        except Elsewhere:
+            raise
         except Exception as error:  # noqa: BLE001  # the stream has begun: whatever failed is told inside it
             end = writer.failure(error)
         await self._send({"type": "http.response.body", "body": end})
+
+    def _untold(self, data: bytes) -> bytes:
+        if self._skip:
+            skip = min(self._skip, len(data))
+            self._skip -= skip
+            return data[skip:]
+        return data
 
     def _written(self, writer: StreamWriter, event: Event) -> bytes:
         if event.delta is not None:
@@ -228,6 +247,8 @@ class _Answer:
         return writer.finish(self._choice(choice)) if choice.status == "finished" else b""
 
     def _raise_failure(self) -> None:
+        if self._answering.lost is not None:
+            raise Elsewhere("", hold_s=self._hold_s) from self._answering.lost
         if self._answering.error is not None:
             raise self._answering.error
         if not self._answering.finished:
@@ -295,6 +316,12 @@ def _key(headers: Headers) -> str:
 def _retries(headers: Headers) -> int:
     value = headers.get(b"x-stainless-retry-count", b"0")
     return int(value) if value.isdigit() else 0
+
+
+def _told(headers: Headers) -> tuple[int | None, int]:
+    """(turn, bytes of its stream that the client has), from another proxy or the one in front of this."""
+    turn, _, told = headers.get(TOLD.encode(), b"").partition(b" ")
+    return (int(turn), int(told)) if turn.isdigit() and told.isdigit() else (None, 0)
 
 
 def _models(name: str, endpoint: str) -> bytes:

@@ -93,16 +93,20 @@ class LiveSession:
             placement = await asyncio.to_thread(session.place, session.resolve(request), time.time())
             return session.prompt_length(placement)
 
-    async def request(self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str) -> Answering:
-        """The answer to ``request``: a new one, or for a retry the one it had.
+    async def request(
+        self, request: TurnRequest, body: bytes, *, retried: bool, idempotency_key: str, turn: int | None = None
+    ) -> Answering:
+        """The answer to ``request``: a new one, or for a retry the one it had; a number of its ``turn`` says which.
 
         The caller is attached to it until it calls :meth:`part`. Raises RequestError.
         """
         digest = hashlib.sha256(body).hexdigest()  # OpenSSL: the fastest here
         async with self._placing:
-            turn = self.session.find_retry(digest, idempotency_key, retried=retried)
-            if turn is not None and not self.session.sealed:
-                return await self._resume(turn)
+            found = self.session.find_retry(digest, idempotency_key, retried=retried)
+            if turn is not None:
+                found = self.session.turn_of(digest, turn)
+            if found is not None and not self.session.sealed:
+                return await self._resume(found)
             return await self._begin(request, len(body), digest, idempotency_key)
 
     async def part(self, answering: Answering, *, told: bool) -> None:

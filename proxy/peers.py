@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -38,12 +39,23 @@ PASSED_ON = "x-seamlessflow-relayed"
 _log = logging.getLogger(__name__)
 
 
-class Elsewhere(Exception):  # no error: it says who to ask
-    """Another proxy owns the session and lives, at ``url``; empty: nobody can say at the moment, ask again."""
+TURN = "x-seamlessflow-turn"
+"""Header of a stream: the number of its turn."""
+TOLD = "x-seamlessflow-told"
+"""Header of a request for that stream again, ``<turn> <bytes>``: the client has so many already, keep-alives left out.
+"""
 
-    def __init__(self, url: str) -> None:
+
+class Elsewhere(Exception):  # no error: it says who to ask
+    """Another proxy owns the session and lives, at ``url``; empty: nobody can say at the moment, ask again.
+
+    ``hold_s``: how long the answer, which was begun here, may wait for an owner.
+    """
+
+    def __init__(self, url: str, *, hold_s: float | None = None) -> None:
         super().__init__(url)
         self.url = url
+        self.hold_s = hold_s
 
 
 class Pen:
@@ -142,9 +154,11 @@ class Peers:
     async def own(self, record: SessionRecord, fenced: Callable[[Pen, FencedError], None]) -> Pen:
         """Make the session ours, if its owner is dead, and get a pen for it.
 
-        Raises Elsewhere if its owner lives, or this proxy has no lease and cannot own anything.
+        Raises Elsewhere if its owner lives, or this proxy has no lease and cannot own anything: another can.
         """
-        self.require_lease()
+        if not self._has_lease():
+            others = [url for url in self._living if url != self.url]
+            raise Elsewhere(secrets.choice(others) if others else "")
         owner, session = await self.owner(record), record.session
         if owner is not None:
             raise Elsewhere(owner.url)
@@ -157,8 +171,11 @@ class Peers:
 
     def require_lease(self) -> None:
         """Raises Elsewhere while this proxy may not own anything."""
-        if not self._leased.is_set() or time.monotonic() >= self._routes.lease_until:
+        if not self._has_lease():
             raise Elsewhere("")
+
+    def _has_lease(self) -> bool:
+        return self._leased.is_set() and time.monotonic() < self._routes.lease_until
 
     def lives(self, url: str) -> bool:
         """Whether the proxy there had a lease when ours was renewed last."""

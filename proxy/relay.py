@@ -1,4 +1,8 @@
-"""Agents' requests that reached another proxy than their session's, byte by byte to the one that owns it."""
+"""Agents' requests that reached another proxy than their session's, byte by byte to the one that owns it.
+
+When the owner of a session dies, or loses its lease, whoever has it then goes on with the answers that it had begun:
+their clients see one stream.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from proxy.app import AgentApp
 from proxy.asgi import App, Message, Receive, Scope, Send, disconnected, read_body, reply
 from proxy.control import control_app
 from proxy.dialects.fields import openai_error
-from proxy.peers import LEASE_S, PASSED_ON, RENEW_S, Elsewhere, Peers
+from proxy.peers import LEASE_S, PASSED_ON, RENEW_S, TOLD, TURN, Elsewhere, Peers
 from proxy.service import Service
 from storage.errors import DeadlineError, SeamlessFlowError
 
@@ -22,7 +26,9 @@ PAUSE_S = 0.2
 LIMIT_S = 3 * LEASE_S
 """How long a session may be without an owner that answers."""
 
-_PASSED_ON = PASSED_ON.encode()
+_PASSED_ON, _TOLD, _TURN = PASSED_ON.encode(), TOLD.encode(), TURN.encode()
+_KEEP_ALIVE = (b":", b"event: ping\n")
+"""How an event of a stream begins that says nothing, in any dialect."""
 _RETRY = b"x-stainless-retry-count"
 _HOP = {
     *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
@@ -31,6 +37,47 @@ _HOP = {
 """Headers of one connection, and those that this server and client write themselves."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Telling:
+    """Sends one answer that comes from one owner after the other: its head once, and of a stream whole events."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self._send = send
+        self._told = 0
+        self._turn: bytes | None = None  # of a stream
+        self._part = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        elif self._turn is not None:
+            await self._events(message)
+        else:
+            self._told += len(message.get("body", b"").strip())
+            await self._send(message)
+
+    @property
+    def position(self) -> bytes | None:
+        """Where the stream stands, if it has begun."""
+        return None if self._turn is None else b"%b %d" % (self._turn, self._told)
+
+    async def _start(self, message: Message) -> None:
+        self._part = b""
+        if not self.begun:
+            self.begun = True
+            self._turn = dict(message["headers"]).get(_TURN)
+            await self._send(message)
+        elif message["status"] != 200 or (self._told and self._turn is None):
+            raise ConnectionError("an answer that was begun cannot be gone on with")
+
+    async def _events(self, message: Message) -> None:
+        whole, separator, self._part = (self._part + message.get("body", b"")).rpartition(b"\n\n")
+        events = whole.split(b"\n\n") if separator else []
+        self._told += sum(len(event) + len(separator) for event in events if not event.startswith(_KEEP_ALIVE))
+        if events or not message.get("more_body"):
+            await self._send({**message, "body": whole + separator})
 
 
 class Relay:
@@ -44,39 +91,47 @@ class Relay:
         self._peers = peers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        telling = _Telling(send)
         try:
-            await self._serve(scope, receive, send)
+            await self._serve(scope, receive, telling)
         except SeamlessFlowError as error:
             status, body = openai_error(error)
-            await reply(send, status, [(b"content-type", b"application/json")], body)
+            await reply(telling, status, [(b"content-type", b"application/json")], body)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: _Telling) -> None:
         deadline = time.monotonic() + LIMIT_S
-        body: bytes | None = None
+        read: list[Message] = []
         while True:
             try:
-                await self._app(scope, receive if body is None else _again(body, receive), send)
+                await self._app(scope, _again(read, receive), send)
                 return
             except Elsewhere as elsewhere:
-                url = elsewhere.url
-            if any(name == _PASSED_ON for name, _ in scope["headers"]):
-                await reply(send, MISDIRECTED, [], b"")
+                where = elsewhere
+            if any(name == _PASSED_ON for name, _ in scope["headers"]) and not send.begun:
+                await reply(send, MISDIRECTED, [], b"" if where.hold_s is None else b"%g" % where.hold_s)
                 return
-            body = await read_body(receive) if body is None else body
-            if body is None:
+            if (body := await read_body(_again(read, receive))) is None:
                 return
-            if url and await self._forward(url, scope, body, receive, send):
-                return
+            asked = time.monotonic()
+            try:
+                if where.url and await self._forward(where.url, scope, body, receive, send):
+                    return
+            except Elsewhere as elsewhere:
+                where = elsewhere
+            deadline += time.monotonic() - asked  # as long as it had an owner
+            if where.hold_s is not None:
+                deadline = max(deadline, time.monotonic() + where.hold_s)
+                _make_retry(scope, send.position)
             if time.monotonic() > deadline:
+                url = where.url
                 owner = f"the proxy at {url}, which owns this session," if url else "the proxy that owns this session"
                 raise DeadlineError(f"{owner} gave no answer within {LIMIT_S:g} s")
             await asyncio.sleep(PAUSE_S)
 
-    async def _forward(self, url: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
-        """Pass a request on until its client or the owner goes away; False: it has no answer yet, ask again."""
-        begun = asyncio.Event()
+    async def _forward(self, url: str, scope: Scope, body: bytes, receive: Receive, send: _Telling) -> bool:
+        """Pass a request on until its client or the owner goes away; False: it has no whole answer yet, ask again."""
         gone = asyncio.create_task(disconnected(receive))
-        passing = asyncio.create_task(self._pass(url, scope, body, send, begun))
+        passing = asyncio.create_task(self._pass(url, scope, body, send))
         try:
             while not (passing.done() or gone.done()):
                 await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * RENEW_S)
@@ -84,40 +139,37 @@ class Relay:
                     break
             if passing.done():
                 return await passing
-            if begun.is_set() and not gone.done():
-                raise ConnectionError(f"the proxy at {url} died while it answered")
-            _make_retry(scope)
+            _make_retry(scope, send.position)
             return gone.done()
         finally:
             for task in (gone, passing):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError):
+                with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError, Elsewhere):
                     await task
 
-    async def _pass(self, url: str, scope: Scope, body: bytes, send: Send, begun: asyncio.Event) -> bool:
+    async def _pass(self, url: str, scope: Scope, body: bytes, send: _Telling) -> bool:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         target = url + (scope["raw_path"] + query).decode("latin-1")
-        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP]
+        headers = [(name, value) for name, value in scope["headers"] if name not in (*_HOP, _PASSED_ON)]
         headers.append((_PASSED_ON, self._peers.id.encode()))
         sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
         try:
             async with self._peers.http().request(scope["method"], target, headers=sent, data=body) as answer:
                 if answer.status == MISDIRECTED:
+                    if held := await answer.read():  # it had begun, and lost the session
+                        raise Elsewhere("", hold_s=float(held))
                     return False
                 got = [(name.lower(), value) for name, value in answer.raw_headers]
                 kept = [(name, value) for name, value in got if name not in _HOP or name == b"content-length"]
-                begun.set()
                 await send({"type": "http.response.start", "status": answer.status, "headers": kept})
                 async for data in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
                 return True
         except aiohttp.ClientError as error:
-            if begun.is_set():
-                raise  # the server breaks the client's connection off, which says the same
             _log.info("proxy at %s: %s", url, error)
             if not isinstance(error, aiohttp.ClientConnectorError):
-                _make_retry(scope)
+                _make_retry(scope, send.position)
             return False
 
 
@@ -127,18 +179,23 @@ def application(service: Service, control_key: str) -> App:
     return app if service.peers is None else Relay(app, service.peers)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """What ``receive`` would give if the body had not been read from it."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def _again(read: list[Message], receive: Receive) -> Receive:
+    """What ``receive`` would give if nothing had been ``read`` from it; what is read now is noted there."""
+    left = list(read)
 
     async def replayed() -> Message:
-        return messages.pop() if messages else await receive()
+        if left:
+            return left.pop(0)
+        message = await receive()
+        read.append(message)
+        return message
 
     return replayed
 
 
-def _make_retry(scope: Scope) -> None:
-    """The owner may have begun an answer: whoever goes on with the session shall find it."""
-    headers = dict(scope["headers"])
-    if headers.get(_RETRY, b"0") == b"0":
-        scope["headers"] = [*((name, value) for name, value in scope["headers"] if name != _RETRY), (_RETRY, b"1")]
+def _make_retry(scope: Scope, position: bytes | None) -> None:
+    """The owner may have begun an answer: whoever goes on with the session shall find it, and go on from there."""
+    retries = dict(scope["headers"]).get(_RETRY, b"0")
+    headers = [(name, value) for name, value in scope["headers"] if name not in (_RETRY, _TOLD)]
+    headers.append((_RETRY, b"1" if retries == b"0" else retries))
+    scope["headers"] = headers if position is None else [*headers, (_TOLD, position)]

@@ -205,6 +205,12 @@ class Session:
         waiting = [turn for turn in known if turn.left or any(choice.status == "aborted" for choice in turn.choices)]
         return next(reversed(waiting or known), None)
 
+    def turn_of(self, body_digest: str, number: int) -> Turn:
+        """The turn of a stream that was begun. Raises InvalidRequest if it is another request's."""
+        if number >= len(self.turns) or self.turns[number].body_digest != body_digest:
+            raise InvalidRequest(f"turn {number} of session {self.id} is not that of this request")
+        return self.turns[number]
+
     def generations(self) -> Iterator[tuple[Turn, Choice]]:
         """Every choice of every turn."""
         for turn in self.turns:

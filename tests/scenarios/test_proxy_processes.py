@@ -99,9 +99,9 @@ async def proxies(tmp_path, postgres, spec_for):
     postgres.drop(database)
 
 
-async def test_an_answer_whose_owner_is_killed_is_continued_by_the_client_s_retry_elsewhere(proxies, until):
+async def test_an_answer_whose_owner_is_killed_is_gone_on_with_elsewhere(proxies, until):
     session = await proxies.owned_session()
-    async with proxies.client(proxies.elsewhere(session), session, max_retries=3) as client:
+    async with proxies.client(proxies.elsewhere(session), session, max_retries=0) as client:
         asking = asyncio.create_task(client.chat.completions.create(**BODY))
         await until(lambda: len(proxies.tokens(session)) >= 8, "eight tokens are journalled")
         proxies.signal(session, signal.SIGKILL)
@@ -113,7 +113,7 @@ async def test_an_answer_whose_owner_is_killed_is_continued_by_the_client_s_retr
     assert turn["finish_reason"] == "length"
 
 
-async def test_a_stream_that_breaks_off_with_its_owner_is_told_whole_by_a_retry_elsewhere(proxies, until):
+async def test_a_stream_whose_owner_is_killed_goes_on_and_is_what_a_retry_is_told(proxies, until):
     session = await proxies.owned_session()
     url = proxies.elsewhere(session)
     key = {"Authorization": f"Bearer {session['api_key']}"}
@@ -121,12 +121,11 @@ async def test_a_stream_that_breaks_off_with_its_owner_is_told_whole_by_a_retry_
         async with http.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True}) as stream:
             first = await stream.content.readuntil(b"\n\n")
             proxies.signal(session, signal.SIGKILL)
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await stream.read()
+            told = first + await stream.read()
         retry = {"x-stainless-retry-count": "1"}
         async with http.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True}, headers=retry) as stream:
             again = await stream.read()
-    assert again.startswith(first)
+    assert again == told
     assert again.endswith(b"data: [DONE]\n\n")
     assert proxies.tokens(session) == hash_play(proxies.engine.requests[0], 259).ids
 
@@ -157,8 +156,7 @@ async def test_an_owner_that_stood_still_too_long_can_add_nothing(proxies, until
         answer = await new.chat.completions.create(**BODY, extra_headers=retry)
         assert answer.usage.completion_tokens == TOKENS
         proxies.signal(session, signal.SIGCONT)
-        with pytest.raises(openai.APIError):
-            await asking
+        assert (await asking).choices == answer.choices
         assert proxies.tokens(session) == hash_play(proxies.engine.requests[0], 259).ids
         # It serves again, and knows that the session is not its own any more.
         assert len((await old.chat.completions.create(**{**BODY, "max_tokens": 2})).choices) == 1
