@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 LOCKS := requirements/torch.lock requirements/dev.lock
 CLIENTS := $(patsubst requirements/clients/%.in,.clients/%/.ready,$(wildcard requirements/clients/*.in))
 
-.PHONY: setup engine-sglang engine-vllm contract-engines clients demo demo-tiny test lint format bench-proxy-env bench-proxy bench-sync compare-algorithms lock clean
+.PHONY: setup engine-sglang engine-vllm contract-engines prove-interruptions clients demo demo-tiny test lint format bench-proxy-env bench-proxy bench-sync compare-algorithms lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-sync  measure what a weight update costs the agents, on every engine that is built (5 minutes)"
 	@echo "make compare-algorithms  compare advantages and losses with TRL's and verl's (2 minutes, 400 MB the first time)"
 	@echo "make contract-engines  run the contract suite on every engine that is built (15 minutes with both servers)"
+	@echo "make prove-interruptions  interrupt agents' generations on every engine that is built (30 minutes)"
 	@echo "make lock       write the lock files anew"
 	@echo "make clean      stop the demos and remove their state"
 
@@ -34,8 +35,8 @@ $(READY): $(LOCKS) pyproject.toml requirements/install.sh
 	PYTHON=$(PYTHON) requirements/install.sh $(VENV)
 	@touch $@
 
-# With ENGINE=vllm or ENGINE=sglang the same run on that server, once its environment is made.
-ON_ENGINE := $(if $(ENGINE),--engine $(ENGINE))
+# With ENGINE=vllm or ENGINE=sglang the same run on that server, once its environment is made; STEPS=N ends it sooner.
+ON_ENGINE := $(if $(ENGINE),--engine $(ENGINE)) $(if $(STEPS),--steps $(STEPS))
 demo: $(READY)
 	@$(BIN)/seamlessflow demo examples/demo.yaml --build examples.models.smollm2 \
 	  --build examples.calculator.make_tasks --state $(STATE)/demo$(addprefix -,$(ENGINE)) $(ON_ENGINE)
@@ -64,6 +65,10 @@ engine-vllm: .engines/vllm/.ready
 # The contract suite on every engine whose environment is built, and what came of it on the last line.
 contract-engines: $(READY)
 	@$(BIN)/python -m tests.contract.engines
+
+# Weights change, nodes are pre-empted and engines killed under agents; what came of it is on the last line.
+prove-interruptions: $(READY)
+	@$(BIN)/python -m tests.contract.interruptions
 
 test: lint
 	$(BIN)/mypy

@@ -48,27 +48,28 @@ class Checked:
     problems: tuple[Problem, ...]
 
 
-def check_run(path: Path, *, engine: str | None = None) -> Checked:
+def check_run(path: Path, *, engine: str | None = None, steps: int | None = None) -> Checked:
     """Look at the run file at ``path``; starts nothing, imports no user code, never raises for what is wrong in it.
 
-    ``engine`` stands in for its ``engine.kind``.
+    ``engine`` stands in for its ``engine.kind``, ``steps`` for its ``pipeline.steps``.
     """
     try:
         document = read_document(path)
     except RunFileError as error:
         return Checked(None, error.problems)
-    section = document.data.get("engine", {})
-    if engine is not None and isinstance(section, dict):
-        document = replace(document, data={**document.data, "engine": {**section, "kind": engine}})
+    for name, key, value in (("engine", "kind", engine), ("pipeline", "steps", steps)):
+        section = document.data.get(name, {})
+        if value is not None and isinstance(section, dict):
+            document = replace(document, data={**document.data, name: {**section, key: value}})
     spec, problems = validate(document)
     problems += [document.problem(location, message) for location, message in _world(document, spec)]
     problems.sort(key=lambda problem: (problem.line or 0, problem.where))
     return Checked(None if problems else spec, tuple(problems))
 
 
-def require_run(path: Path, *, engine: str | None = None) -> RunSpec:
+def require_run(path: Path, *, engine: str | None = None, steps: int | None = None) -> RunSpec:
     """The checked spec, as of :func:`check_run`. Raises :class:`RunFileError` that lists all problems."""
-    checked = check_run(path, engine=engine)
+    checked = check_run(path, engine=engine, steps=steps)
     if checked.spec is None:
         raise RunFileError(path, checked.problems)
     return checked.spec

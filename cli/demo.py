@@ -32,11 +32,15 @@ from cli.runs import Runs
 from proxy.client import ControlClient
 from storage.errors import ConfigError, DeadlineError, SeamlessFlowError
 from workers.cluster import StateFolder
+from workers.engines.kinds import KINDS
+from workers.engines.launch import on_cuda
 from workflows.spec import RunSpec
 
 LOOK_EVERY_S = 1.0
 ASK_LIMIT_S = 10.0
 BUILD_LIMIT_S = 1800.0
+CPU_STEPS = 4
+"""Of a demo on a real server without a GPU."""
 CLOCK_FILE = "demo-clock.json"
 
 Answer = TypeVar("Answer")
@@ -59,6 +63,8 @@ class DemoOptions:
     time_limit_s: float = 3600.0
     engine: str | None = None
     """In place of the run file's ``engine.kind``."""
+    steps: int | None = None
+    """In place of the run file's ``pipeline.steps``; None: as it says, but few of a real server on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
     """
     clock = Clock(options.state)
     build_if_missing(options, say)
-    spec = require_run(options.run_file, engine=options.engine)
+    spec = _spec(options, say)
     with _interruptible():
         stop, ran_before = not options.keep, stack.running(options.state)
         try:
@@ -96,6 +102,15 @@ def demo(options: DemoOptions, say: Callable[[str], None]) -> Figures:
                 with _ignore_interrupts():
                     say("stopping the cluster; its state stays on disk")
                     stack.down(options.state)
+
+
+def _spec(options: DemoOptions, say: Callable[[str], None]) -> RunSpec:
+    spec = require_run(options.run_file, engine=options.engine, steps=options.steps)
+    kind, steps = KINDS[spec.engine.kind], spec.pipeline.steps
+    if options.steps is not None or not kind.own_environment or on_cuda(spec.engine.device) or steps <= CPU_STEPS:
+        return spec
+    say(f"{kind.name} is slow on the CPU: {CPU_STEPS} steps in place of {steps} (--steps N, or STEPS=N for make)")
+    return require_run(options.run_file, engine=options.engine, steps=CPU_STEPS)
 
 
 def build_if_missing(options: DemoOptions, say: Callable[[str], None]) -> None:

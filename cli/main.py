@@ -175,6 +175,7 @@ def demo(
     keep: Annotated[bool, typer.Option(help="Leave the cluster running at the end.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds until it gives up.")] = 3600.0,
     engine: Annotated[str | None, typer.Option(help="In place of the run file's engine.kind.")] = None,
+    steps: Annotated[int | None, typer.Option(help="In place of the run file's pipeline.steps.")] = None,
 ) -> None:
     """Run a run file from nothing to the end; repeated after an interruption, go on. The last line is JSON."""
     from cli.demo import DemoOptions, Interrupted
@@ -182,7 +183,7 @@ def demo(
 
     folder = state_folder(state, create=True)
     try:
-        figures = run_demo(DemoOptions(run_file, folder, tuple(build or ()), keep, time_limit, engine), say)
+        figures = run_demo(DemoOptions(run_file, folder, tuple(build or ()), keep, time_limit, engine, steps), say)
     except Interrupted as error:
         say(str(error))
         raise typer.Exit(130) from None

@@ -157,8 +157,8 @@ class EngineSpec(Spec):
     transfer: Literal["disk", "collective"] = "disk"
     """How weights reach the engine. ``disk``: each of its ranks reads what was published. ``collective``: a process
     beside the engine reads it once and broadcasts it to the ranks; for ``sglang`` and ``vllm``."""
-    start_limit_s: float = Field(default=300.0, gt=0)
-    """An engine that does not answer so long after its start is ended."""
+    start_limit_s: float = Field(default=900.0, gt=0)
+    """An engine that does not answer so long after its start is ended; one that dies is noticed at once."""
     load_limit_s: float = Field(default=300.0, gt=0, le=3600)
     """An engine that has not confirmed new weights so long after it was told is ended and restarts on its last good
     ones; it gets no new work until it serves the newest."""

@@ -57,7 +57,8 @@ def main() -> int:
         for file in sorted(here.glob("test_*.py"))
         if file.name not in ("test_wire.py", "test_engine_processes.py")
     ]
-    status = pytest.main(["-q", "-rs", *suite, *sys.argv[1:]], plugins=[tally])
+    # A real server takes minutes to start on a machine that has other things to do.
+    status = pytest.main(["-q", "-rs", "-o", "timeout=1200", *suite, *sys.argv[1:]], plugins=[tally])
     print(json.dumps({"bench": "contract-engines", "rows": tally.rows()}))
     return int(status)
 

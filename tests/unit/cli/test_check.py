@@ -178,6 +178,12 @@ def test_another_engine_may_stand_in_for_that_of_the_run_file_and_is_checked_lik
     assert [problem.where for problem in problems] == ["engine.kind"]
 
 
+def test_another_number_of_steps_may_stand_in_for_that_of_the_run_file_and_is_checked_like_it(run_file: Path) -> None:
+    assert require_run(run_file, steps=7).pipeline.steps == 7
+    (problem,) = check_run(run_file, steps=0).problems
+    assert "steps" in problem.where
+
+
 def test_a_model_the_engine_cannot_run_is_refused(tmp_path: Path, run_file: Path) -> None:
     write_model(tmp_path / "bert", architecture="BertForMaskedLM")
     run_file.write_text(GOOD.replace("path: model", "path: bert"))

@@ -87,7 +87,7 @@ class Rig:
     kind: ClassVar[str]
     abilities: ClassVar[frozenset[str]]
     """Of :data:`ABILITIES`."""
-    start_limit_s: ClassVar[float] = 60.0
+    start_limit_s: ClassVar[float] = 900.0
     engine: ClassVar[dict[str, Any]] = {}
     """Keys of the run file's section ``engine``."""
 

@@ -10,7 +10,6 @@ from workers.engines.sglang import SglangEngine
 class SglangRig(Rig):
     kind = "sglang"
     abilities = ABILITIES - {"seeds", "release_memory", "abort_in_place", "update_lands_at_once"}
-    start_limit_s = 240.0
     engine = {"device": "cpu"}  # noqa: RUF012 - read only
 
     async def version(self, engine: Engine) -> str:

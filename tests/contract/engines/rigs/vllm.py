@@ -10,7 +10,6 @@ from workers.engines.vllm import VllmEngine
 class VllmRig(Rig):
     kind = "vllm"
     abilities = ABILITIES - {"release_memory"}
-    start_limit_s = 300.0
     engine = {"device": "cpu"}  # noqa: RUF012 - read only
 
     async def version(self, engine: Engine) -> str:
