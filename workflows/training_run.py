@@ -26,7 +26,6 @@ from temporalio.exceptions import (
 from temporalio.workflow import ActivityHandle, ParentClosePolicy
 
 from workflows import calls
-from workflows.lease import trainer_task
 from workflows.messages import (
     AdmissionPause,
     AuditEntry,
@@ -65,6 +64,7 @@ from workflows.run_page import ENDED, RunView, run_page
 from workflows.scheduling import pipeline
 from workflows.scheduling.gang import plan_gang
 from workflows.spec import RunSpec
+from workflows.trainer_lease import trainer_task
 
 ENGINE_LIMIT = timedelta(minutes=15)
 SYNC_SLACK = timedelta(minutes=5)

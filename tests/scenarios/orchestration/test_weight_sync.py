@@ -12,7 +12,7 @@ from fake_world import FakeWorld, eventually
 from temporalio.client import WorkflowFailureError
 
 from storage.errors import EngineRejected, IntegrityError
-from workflows import calls, lease, training_run
+from workflows import calls, engine_lease, training_run
 from workflows.messages import EngineTask, NodeSeen, PreemptNode
 from workflows.spec import RunSpec
 
@@ -66,7 +66,7 @@ async def test_a_slow_load_holds_back_its_own_node_only(world: FakeWorld) -> Non
 async def test_an_engine_that_misses_its_deadline_is_waited_for_no_longer(
     world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LOAD_SLACK_S", 0.0)
+    monkeypatch.setattr(engine_lease, "LOAD_SLACK_S", 0.0)
     world.on_load = on("b", 1, hang)
     result = await (await world.start(limited(world))).result()
     assert result.reward_after == 0.25
@@ -87,7 +87,7 @@ async def test_an_engine_that_could_not_load_gets_no_work_until_it_serves_the_ne
 async def test_a_load_that_failed_is_tried_again_and_its_reason_is_shown(
     world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "RETRY_LOAD", timedelta(seconds=0.3))
+    monkeypatch.setattr(engine_lease, "RETRY_LOAD", timedelta(seconds=0.3))
     healed = asyncio.Event()
 
     async def until_healed(task: EngineTask) -> None:
