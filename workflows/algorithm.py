@@ -143,8 +143,8 @@ class AlgorithmSpec(Spec):
 
     @property
     def relative_to_group(self) -> bool:
-        """Whether equal rewards of a group give advantages of 0."""
-        return self.advantage_used not in ("gae", "reinforce_pp")
+        """Whether equal rewards of a group are known to give advantages of 0."""
+        return self.advantage_used in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
     @property
     def drops_zero_variance(self) -> bool:

@@ -91,9 +91,7 @@ class _Work:
         algorithm, batches = self._algorithm, part.batches
         on_policy = first and algorithm.old_logprobs == "recompute"
         if (algorithm.loss_used == "gspo" or is_target(algorithm.loss_used)) and not on_policy:
-            log_ratio_M = torch.nan_to_num(
-                self._logprobs([part]) - self._old_M
-            )  # other parts' sequences: not asked for
+            log_ratio_M = torch.nan_to_num(self._logprobs([part]) - self._old_M)  # NaN for the sequences of other parts
             mean_M = sequence_mean(log_ratio_M, torch.from_numpy(self._columns.sequence_N)).numpy()
             batches = [replace(b, sequence_log_ratio_N=mean_M[b.token_N]) for b in batches]
         self._trained.tokens_computed += part.tokens

@@ -92,6 +92,11 @@ def test_what_is_missing_or_contradicts_itself_is_told(change: dict[str, Any], m
         AlgorithmSpec(**change)
 
 
+def test_an_advantage_of_the_user_s_may_do_with_one_sample_and_decides_itself_what_equal_rewards_teach() -> None:
+    spec = AlgorithmSpec(advantage="mine:one", group_size=1)
+    assert not spec.drops_zero_variance
+
+
 @pytest.mark.parametrize(("name", "drops"), [("grpo", True), ("reinforce_pp", False), ("ppo", False)])
 def test_groups_of_equal_rewards_are_filtered_where_they_teach_nothing(name: Any, drops: bool) -> None:
     assert AlgorithmSpec(name=name).drops_zero_variance is drops
