@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 shards_app = typer.Typer(help="Look into trajectory shards.", no_args_is_help=True)
 app.add_typer(shards_app, name="shards")
+trace_app = typer.Typer(help="Runs as input of the simulator.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
 app.add_typer(node_app, name="node")
 
 RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
@@ -238,6 +240,46 @@ def stop(
     from workflows.messages import Stop
 
     tell(state, run, "stop", Stop(mode="now" if now else "drain", actor=actor(), why=why))
+
+
+@trace_app.command("export")
+def trace_export(
+    run: RunName,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: <run>.jsonl.")] = None,
+    state: StateOption = None,
+) -> None:
+    """Write what a run's sessions were like and how fast its nodes were: counts and seconds, no text."""
+    from cli.trace import export
+
+    path = out or Path(f"{run}.jsonl")
+    export(state_folder(state), run).write(path)
+    say(f"{path}: simulate with `seamlessflow simulate run.yaml --cluster cluster.yaml --workload {path}`")
+
+
+@app.command()
+def simulate(
+    run_file: RunFile,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML); default: the nodes of the trace.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="Preset, workload file (YAML), or trace of a run (.jsonl).")
+    ] = "math-20k-thinking",
+    pipelines: Annotated[
+        list[str] | None, typer.Option("--pipeline", help="Also this pipeline, at its best; repeatable. Default: all.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Updates to simulate.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of lengths, times and failures.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for pictures and figures.")] = None,
+) -> None:
+    """Simulate a run on a cluster, and say which tags its nodes should have. The last line is JSON."""
+    from cli.runfile import load_run
+    from cli.simulate import PIPELINES, Options, simulate_run
+
+    spec = load_run(run_file)
+    unknown = sorted(set(pipelines or ()) - set(PIPELINES))
+    if unknown:
+        raise ConfigError(f"--pipeline {unknown[0]!r} is unknown; there are: {', '.join(PIPELINES)}")
+    options = Options(cluster, workload, tuple(pipelines or PIPELINES), steps, seed, out)
+    print(json.dumps(simulate_run(spec, options, say)))
 
 
 @shards_app.command("list")

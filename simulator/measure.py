@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from workflows.scheduling.pipeline import PipelinePolicy
+
 Activity = Literal["decode", "rollout_idle", "sync", "train", "train_idle", "switch", "down"]
 """What a node does. Busy are ``decode`` (at least one request) and ``train``; ``sync`` (weights are loaded), ``switch``
 (from one role to the other) and the idle ones are idle; ``down`` is not held."""
@@ -89,6 +91,7 @@ class Result:
     failures: int = 0
     segments: list[Segment] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)
+    policy: PipelinePolicy | None = None
     stands_for: int = 1
     """Real nodes for each simulated one."""
     real_s: float = 0.0

@@ -45,6 +45,8 @@ class Scenario:
     seed: int = 0
     target_in_flight: int = 1 << 40
     batch_time_limit_s: float = float("inf")
+    stop_after: int | None = None
+    """Updates after which to stop and measure while the run would go on: without the emptying at a run's end."""
     stands_for: int = 1
     """Real nodes for each simulated one; see :mod:`simulator.cohorts`."""
     segments: bool = False
@@ -104,7 +106,7 @@ class Simulation:
     # Steps
 
     def _steps(self) -> Process:
-        for step in range(self._policy.steps):
+        for step in range(self._given.stop_after or self._policy.steps):
             if self._policy.waits_for_sync:
                 yield from self._until_synced()
             admit_until = functools.partial(self._policy.admit_until, step)
@@ -314,6 +316,7 @@ class Simulation:
             failures=self._failures,
             segments=self._segments,
             decisions=self._decisions,
+            policy=self._policy,
             stands_for=self._given.stands_for,
             real_s=real_s,
         )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from statistics import NormalDist
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from simulator.laws import AnyLaw, Array, Constant
+from simulator.laws import AnyLaw, Array, Constant, Law
 from simulator.sessions import Session
 
-MAX_UNIFORM = 1 - 1e-15
+TOKEN_S = 0.01
+"""Seconds of a token, as far as it matters for which of two sessions takes longer."""
 
 
 class RecordedSession(BaseModel):
@@ -115,71 +115,74 @@ class Sessions:
         ]
 
     def _drawn(self, block: int) -> list[list[Session]]:
-        load, shape = self._workload, (self._groups, self._size)
+        load = self._workload
         chance = np.random.default_rng((self._seed, block))
-        normal = _with_icc(chance, shape, load.icc)
-        scale = load.drift_per_100_steps ** (block / 100)
-        if self._stands_for > 1:
-            _raise_longest(normal, self._stands_for)
-        prompt = load.prompt.at(np.repeat(chance.standard_normal((shape[0], 1)), shape[1], axis=1))
-        reset = load.reset_s.at(chance.standard_normal(shape))
-        reset += load.reset_fails_s * (chance.random(shape) < load.reset_fails)
-        reward = load.reward_s.at(chance.standard_normal(shape))
-        if load.turns.mean() <= 1:
-            turns: Callable[[int, int], dict[str, Any]] = _single_turns(load.answer.at(normal, scale))
-        else:
-            turns = _many_turns(load, chance, normal, prompt, scale)
-        prompts, resets, rewards = np.rint(prompt).tolist(), reset.tolist(), reward.tolist()
+        drawn = _Drawn(load, chance, (self._groups * self._stands_for, self._size), block)
+        rows = drawn.representatives(self._groups)
+        first = block * self._groups
         return [
-            [
-                Session(
-                    block * shape[0] + row, i, prompts[row][i], reset_s=resets[row][i], reward_s=rewards[row][i],
-                    **turns(row, i),
-                )
-                for i in range(shape[1])
-            ]
-            for row in range(shape[0])
-        ]  # fmt: skip
+            [Session(first + number, i, **drawn.session(row, i)) for i in range(self._size)]
+            for number, row in enumerate(rows)
+        ]
+
+
+class _Drawn:
+    """All sessions of one step as arrays; shape of most: (groups, samples)."""
+
+    def __init__(self, load: Workload, chance: np.random.Generator, shape: tuple[int, int], block: int) -> None:
+        self._load = load
+        self._size = shape[1]
+        scale = load.drift_per_100_steps ** (block / 100)
+        normal = _with_icc(chance, shape, load.icc)
+        self._prompt = np.rint(_draw(load.prompt, chance, shape[0]))
+        self._reset = _draw(load.reset_s, chance, shape)
+        if load.reset_fails:
+            self._reset += load.reset_fails_s * (chance.random(shape) < load.reset_fails)
+        self._reward = _draw(load.reward_s, chance, shape)
+        turns = load.turns.at(normal) if load.turns.mean() > 1 else np.ones(shape)
+        self._counts = np.maximum(1, np.rint(turns)).astype(int)
+        self._ends = np.cumsum(self._counts)
+        total = int(self._ends[-1])
+        lengths = chance.standard_normal(total) if load.turns.mean() > 1 else normal.ravel()
+        self._answers = np.maximum(1, np.rint(load.answer.at(lengths, scale)))
+        self._observations = np.rint(_draw(load.observation, chance, total))
+        self._tools = _draw(load.tool_s, chance, total)
+
+    def representatives(self, count: int) -> list[int]:
+        """Rows that stand for all: groups ordered by how long they would take alone, the middle of each of ``count``
+        equal parts, and of the last part its end, which is what a synchronous step waits for."""
+        rows = len(self._counts)
+        if rows == count:
+            return list(range(rows))
+        each = np.add.reduceat(self._answers * TOKEN_S + self._tools, self._ends - self._counts.ravel())
+        alone = (each.reshape(self._counts.shape) + self._reset + self._reward).max(axis=1)
+        part = rows // count
+        places = np.arange(count) * part + part // 2
+        places[-1] = rows - 1
+        return sorted(np.argsort(alone, kind="stable")[places].tolist())
+
+    def session(self, row: int, i: int) -> dict[str, Any]:
+        """Its fields."""
+        prompt = float(self._prompt[row])
+        fields = {"prompt": prompt, "reset_s": float(self._reset[row, i]), "reward_s": float(self._reward[row, i])}
+        count = int(self._counts[row, i])
+        end = int(self._ends[row * self._size + i])
+        if count == 1:
+            return {**fields, "answers": [float(self._answers[end - 1])]}
+        here = slice(end - count, end)
+        turns = self._answers[here], self._observations[here], self._tools[here]
+        return {**fields, **_capped(prompt, *turns, self._load.context_cap)}
+
+
+def _draw(law: Law, chance: np.random.Generator, shape: int | tuple[int, int]) -> Array:
+    if isinstance(law, Constant):
+        return np.full(shape, law.value)
+    return law.at(chance.standard_normal(shape))
 
 
 def _with_icc(chance: np.random.Generator, shape: tuple[int, int], icc: float) -> Array:
     between = chance.standard_normal((shape[0], 1))
     return math.sqrt(icc) * between + math.sqrt(1 - icc) * chance.standard_normal(shape)
-
-
-def _raise_longest(normal: Array, stands_for: int) -> None:
-    """Let the longest of n samples be as long as the longest of ``n * stands_for``.
-
-    The largest of n uniform numbers, to the power 1/k, is distributed as the largest of n*k. One node that stands
-    for many draws too few samples to see their tail, which is what a synchronous step waits for.
-    """
-    place = np.unravel_index(int(np.argmax(normal)), normal.shape)
-    below = NormalDist().cdf(float(normal[place])) ** (1 / stands_for)
-    normal[place] = NormalDist().inv_cdf(min(below, MAX_UNIFORM))
-
-
-def _single_turns(answer: Array) -> Callable[[int, int], dict[str, Any]]:
-    lengths = np.maximum(1, np.rint(answer)).tolist()
-    return lambda row, i: {"answers": [lengths[row][i]]}
-
-
-def _many_turns(
-    load: Workload, chance: np.random.Generator, normal: Array, prompt: Array, scale: float
-) -> Callable[[int, int], dict[str, Any]]:
-    counts = np.maximum(1, np.rint(load.turns.at(normal))).astype(int)
-    ends = np.cumsum(counts)
-    total = int(ends[-1])
-    answers = np.maximum(1, np.rint(load.answer.at(chance.standard_normal(total), scale)))
-    observations = np.rint(load.observation.at(chance.standard_normal(total)))
-    tools = load.tool_s.at(chance.standard_normal(total))
-
-    def turns(row: int, i: int) -> dict[str, Any]:
-        place = row * counts.shape[1] + i
-        end = int(ends[place])
-        here = slice(end - int(counts[row, i]), end)
-        return _capped(float(prompt[row, i]), answers[here], observations[here], tools[here], load.context_cap)
-
-    return turns
 
 
 def _capped(prompt: float, answers: Array, observations: Array, tools: Array, cap: float) -> dict[str, Any]:

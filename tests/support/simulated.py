@@ -51,6 +51,8 @@ def scenario(
     name: str = "multiplexed", workload: Workload = SHORT, *, nodes: int = 4, steps: int = 3, groups: int = 8,
     staleness: int | None = None, trainers: int | None = None, costs: Costs | None = None, **more: Any,
 ) -> Scenario:  # fmt: skip
-    spec = PipelineSpec.model_validate({"name": name, "steps": steps, "max_staleness": staleness})
+    spec = PipelineSpec.model_validate(
+        {"name": name, "steps": more.get("stop_after", 0) + steps, "max_staleness": staleness}
+    )
     count = trainers or (nodes if name == "colocated" else nodes // 2)
     return Scenario(policy(spec, groups), cluster(nodes, count, costs), MODEL, workload, group_size=4, **more)

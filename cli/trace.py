@@ -1,0 +1,123 @@
+"""`seamlessflow trace export`: a run's own record as input of the simulator, without a word of what was said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+
+from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_line, fit_token_s, lines_of
+from storage import shards
+from storage.errors import ConfigError
+from storage.ledger import TRAIN, Interval, Ledger, StepRecord
+from storage.objects import ObjectStore
+from storage.tree import Shard, path_to
+from workers.cluster import StateFolder
+from workflows.scheduling import pipeline
+from workflows.spec import RunSpec
+
+
+def export(state: StateFolder, run: str) -> Trace:
+    """Read ledger and shards of a run that has made at least two updates.
+
+    Raises :class:`ConfigError` if there is too little to measure.
+    """
+    ledger = Ledger(state.cluster().ledger_url)
+    try:
+        spec = RunSpec.model_validate(ledger.run_info(run).spec)
+        steps, intervals = ledger.steps(run), ledger.intervals(run)
+        elapsed = {
+            record.session: record.ended - record.created
+            for row in ledger.samples(run, TRAIN)
+            if row.session is not None and (record := ledger.session(row.session)).ended is not None
+        }
+    finally:
+        ledger.close()
+    store = ObjectStore.from_state(state)
+    prefix = shards.key_for(run, 0, "0").partition(run)[0] + run + "/"
+    keys = sorted(key for key in store.list(prefix) if key.endswith(".arrow"))
+    sessions = [timed for key in keys for timed in _timed(shards.decode(store.get(key)), elapsed)]
+    if len(steps) < 2 or not sessions:
+        raise ConfigError(f"run {run} has {len(steps)} updates and {len(sessions)} sessions: too little to measure")
+    token_s = fit_token_s(sessions)
+    return Trace(measured=_measured(run, spec, steps, intervals, sessions, token_s), lines=lines_of(sessions, token_s))
+
+
+def _timed(shard: Shard, elapsed: dict[str, float]) -> list[Timed]:
+    """The sessions of a training shard; of one that branched, its first trajectory."""
+    if shard.stream != TRAIN:
+        return []
+    found = []
+    for row in shard.sessions:
+        prompts: list[int] = [0]
+        answers: list[int] = []
+        for index in path_to(shard, row.leaves[0]):
+            span = shard.spans[index]
+            if span.kind == "completion":
+                answers.append(len(span.ids))
+                prompts.append(0)
+            else:
+                prompts[-1] += len(span.ids)
+        if answers and row.id in elapsed:
+            first, *rest = prompts
+            between = tuple(rest[: len(answers) - 1])
+            found.append(
+                Timed(
+                    ordinal=shard.ordinal, sample=row.sample, prompt=first, answers=tuple(answers),
+                    observations=between, elapsed_s=elapsed[row.id],
+                )
+            )  # fmt: skip
+    return found
+
+
+def _measured(
+    run: str, spec: RunSpec, steps: Sequence[StepRecord], intervals: Sequence[Interval], sessions: Sequence[Timed],
+    token_s: float,
+) -> Measured:  # fmt: skip
+    generated = [i for i in intervals if i.kind == "generate"]
+    trained = [i for i in intervals if i.kind == "train"]
+    if not generated or not trained:
+        raise ConfigError(f"run {run} has no busy intervals of both kinds: it was made by an older release")
+    busy_s = sum(i.end - i.start for i in generated)
+    written = sum(sum(session.answers) for session in sessions)
+    trainers = len(pipeline.train_nodes(spec))
+    computed = [float(step.metrics["tokens_in_rows"]) / trainers for step in steps]
+    fixed, slope = fit_line(computed, [float(step.metrics["seconds_step_training"]) for step in steps])
+    policy = pipeline.policy_of(spec)
+    return Measured(
+        run=run,
+        pipeline=spec.pipeline.name,
+        staleness=policy.staleness,
+        steps=len(steps),
+        groups_per_step=spec.algorithm.groups_per_step,
+        group_size=spec.algorithm.group_size,
+        target_in_flight=spec.pipeline.target_in_flight,
+        max_running=spec.engine.max_running,
+        kv_tokens=spec.engine.kv_tokens,
+        nodes=tuple(MeasuredNode(id=node.id, tags=node.tags) for node in spec.nodes),
+        model=json.loads((Path(spec.model.path) / "config.json").read_text()),
+        dtype=spec.model.dtype,
+        wall_s=max(step.recorded for step in steps) - min(i.start for i in generated),
+        token_s=token_s,
+        batch=max(1.0, written * token_s / busy_s),
+        train_token_s=slope,
+        train_fixed_s=fixed,
+        rollout_to_train_s=fmean(float(step.metrics.get("seconds_acquire", 0.0)) for step in steps),
+        train_to_rollout_s=_return_s(intervals),
+    )
+
+
+def _return_s(intervals: Sequence[Interval]) -> float:
+    """Median seconds from the end of an update on a node to its next generation; 0 if it has none."""
+    by_node: dict[str, list[Interval]] = {}
+    for interval in sorted(intervals, key=lambda i: i.start):
+        by_node.setdefault(interval.node, []).append(interval)
+    gaps = [
+        max(0.0, after.start - before.end)
+        for node in by_node.values()
+        for before, after in pairwise(node)
+        if (before.kind, after.kind) == ("train", "generate")
+    ]
+    return median(gaps) if gaps else 0.0

@@ -1,0 +1,187 @@
+"""A real run's record as input: what its sessions were like, and how fast its nodes were. Counts and seconds only.
+
+A trace file has the :class:`Measured` of the run on its first line and a session on each other one:
+``{"ordinal": 3, "sample": 0, "prompt": 41, "answers": [12, 7], "observations": [5], "tools_s": [0.4], ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simulator.cluster import Cluster, Costs, NodeKind
+from simulator.workload import RecordedSession, Workload
+from storage.errors import ConfigError
+from workflows.scheduling import roofline
+from workflows.scheduling.devices import DeviceProfile
+from workflows.scheduling.model_cost import ModelCost
+from workflows.spec import Tag
+
+VERSION = 1
+FIXED_SHARE = 0.5
+"""Part of a measured decode step that does not grow with the batch; at the measured batch it makes no difference."""
+
+
+class MeasuredNode(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    tags: frozenset[Tag]
+
+
+class Measured(BaseModel):
+    """What a run's own record says of its nodes and of its time. Built by ``seamlessflow trace export``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    trace: int = VERSION
+    run: str
+    pipeline: str
+    staleness: int
+    steps: int
+    groups_per_step: int
+    group_size: int
+    target_in_flight: int
+    max_running: int
+    kv_tokens: int
+    nodes: tuple[MeasuredNode, ...]
+    model: dict[str, Any]
+    """Its ``config.json``."""
+    dtype: str
+    wall_s: float
+    """First request until the last update was committed."""
+    token_s: float = Field(gt=0)
+    """Seconds of a decoded token in its session, at the run's own concurrency."""
+    batch: float = Field(ge=1)
+    """Sequences that an engine decoded together, on average while it decoded."""
+    train_token_s: float = Field(gt=0)
+    """Seconds of an update per token of its rows and train node."""
+    train_fixed_s: float = Field(ge=0)
+    rollout_to_train_s: float = Field(ge=0)
+    train_to_rollout_s: float = Field(ge=0)
+    claim_s: float = Field(default=0.0, ge=0)
+    commit_s: float = Field(default=0.0, ge=0)
+    sync_s: float = Field(default=0.0, ge=0)
+
+    @property
+    def model_cost(self) -> ModelCost:
+        return ModelCost.from_config(self.model, self.dtype)
+
+    def device(self) -> DeviceProfile:
+        """A device that is as fast as the nodes were: all of a step is fixed or per sequence, none of it is bytes."""
+        model = self.model_cost
+        flops = roofline.TRAIN_PASSES * model.flops(1, 0)
+        return DeviceProfile(
+            name=f"measured in {self.run}",
+            peak_flops=flops / self.train_token_s,
+            bandwidth=1e18,
+            memory_bytes=1e18,
+            prefill_efficiency=1.0,
+            decode_efficiency=1.0,
+            train_efficiency=1.0,
+            decode_step_s=self.token_s * FIXED_SHARE,
+            decode_sequence_s=self.token_s * (1 - FIXED_SHARE) / self.batch,
+            link_bandwidth=1e18,
+        )
+
+    def cluster(self) -> Cluster:
+        """The run's nodes with their tags."""
+        kinds = tuple(
+            NodeKind(count=1, device=self.device(), tags=node.tags, kv_tokens=self.kv_tokens) for node in self.nodes
+        )
+        costs = Costs(
+            rollout_to_train_s=self.rollout_to_train_s,
+            train_to_rollout_s=self.train_to_rollout_s,
+            sync_s=self.sync_s,
+            claim_s=self.claim_s,
+            commit_s=self.commit_s,
+            train_fixed_s=self.train_fixed_s,
+            logprob_passes=0,
+        )
+        return Cluster(name=self.run, nodes=kinds, costs=costs, max_running=self.max_running)
+
+
+class Line(RecordedSession):
+    """A session of the trace."""
+
+    ordinal: int
+    sample: int
+
+
+class Trace(BaseModel):
+    """A whole trace file."""
+
+    measured: Measured
+    lines: tuple[Line, ...]
+
+    @property
+    def workload(self) -> Workload:
+        """Replays the recorded groups in their order, then from the beginning again."""
+        ordered = sorted(self.lines, key=lambda line: (line.ordinal, line.sample))
+        groups = [tuple(group) for _, group in groupby(ordered, key=lambda line: line.ordinal)]
+        whole = tuple(group for group in groups if len(group) == self.measured.group_size)
+        if not whole:
+            raise ConfigError(f"the trace of run {self.measured.run} has no complete group: nothing can be replayed")
+        return Workload(prompt=0, answer=1, recorded=whole)  # type: ignore[arg-type]
+
+    def write(self, path: Path) -> None:
+        lines = [self.measured.model_dump_json(), *(line.model_dump_json() for line in self.lines)]
+        path.write_text("\n".join(lines) + "\n")
+
+
+def read_trace(path: Path) -> Trace:
+    """Raises :class:`ConfigError` naming what is wrong with the file."""
+    try:
+        first, *rest = path.read_text().splitlines()
+        return Trace(measured=Measured.model_validate_json(first), lines=tuple(map(Line.model_validate_json, rest)))
+    except FileNotFoundError:
+        raise ConfigError(f"trace {path} does not exist: make one with `seamlessflow trace export`") from None
+    except (ValueError, ValidationError, json.JSONDecodeError) as error:
+        raise ConfigError(f"trace {path}: {error}") from None
+
+
+class Timed(BaseModel):
+    """A session as the record has it: the turns' lengths, and how long it took in all."""
+
+    ordinal: int
+    sample: int
+    prompt: int
+    answers: tuple[int, ...]
+    observations: tuple[int, ...]
+    elapsed_s: float
+
+
+def fit_token_s(sessions: Sequence[Timed]) -> float:
+    """Seconds of a token, by least squares over ``elapsed = token_s * tokens + pause_s * turns``."""
+    rows = np.array([[sum(s.answers), len(s.answers)] for s in sessions], dtype=float)
+    elapsed = np.array([s.elapsed_s for s in sessions])
+    token_s = float(np.linalg.lstsq(rows, elapsed, rcond=None)[0][0])
+    whole = float(elapsed.sum() / rows[:, 0].sum())
+    return token_s if 0 < token_s < whole else whole
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """``(fixed, slope)`` of y over x, neither below 0; in proportion where x hardly varies."""
+    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if len(xs) > 2 and xs.std() > 0.05 * xs.mean():
+        slope, fixed = np.polyfit(xs, ys, 1)
+        if slope > 0 and fixed >= 0:
+            return float(fixed), float(slope)
+    return 0.0, float(ys.sum() / max(1e-9, xs.sum()))
+
+
+def lines_of(sessions: Sequence[Timed], token_s: float) -> tuple[Line, ...]:
+    """Sessions with their pauses: what they took beyond their tokens, in equal parts behind each turn."""
+    lines = []
+    for session in sessions:
+        pause = max(0.0, session.elapsed_s - token_s * sum(session.answers)) / len(session.answers)
+        between = (pause,) * (len(session.answers) - 1)
+        fields = session.model_dump(exclude={"elapsed_s"})
+        lines.append(Line(**fields, tools_s=between, reward_s=pause))
+    return tuple(lines)
