@@ -191,8 +191,10 @@ class TrainerSpec(Spec):
     """AdamW weight decay."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Global gradient norm is clipped to this."""
-    micro_batch: int = Field(default=8, ge=1)
-    """Rows per forward pass and rank."""
+    rows: Literal["tree", "paths"] = "tree"
+    """``tree``: what trajectories begin with in common is computed once. ``paths``: each is computed in full."""
+    row_tokens: int = Field(default=8192, ge=1)
+    """Tokens per forward pass and rank; only a trajectory that is longer by itself makes a longer one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; one is written every step."""
     keep_weights_every: int | None = Field(default=None, ge=1)

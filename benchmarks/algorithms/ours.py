@@ -96,7 +96,7 @@ def micro_batch(batch: Arrays, algorithm: AlgorithmSpec) -> MicroBatch:
     return MicroBatch(
         ids_T=nothing,
         depth_T=nothing,
-        mask_TT=None,
+        end_T=nothing + 1,
         predictor_K=nothing,
         predictor_N=nothing,
         target_N=batch["token"][batch["mask"]],

@@ -37,7 +37,7 @@ class TrainingBackend(Protocol):
     compute_dtype: str
     """``float32`` or ``bfloat16``: what the model computes in; checkpoints depend on it. Known after initialize."""
     packs: bool
-    """Whether the model computes a packed sequence right: all its layers are full attention. Known after initialize."""
+    """Whether the model computes trees, see :func:`workers.trainer.forward.use_trees`. Known after initialize."""
 
     def initialize(self) -> None:
         """Meet the other ranks and load the initial model."""

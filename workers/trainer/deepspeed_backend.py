@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from storage.errors import ConfigError, GangLost
 from workers.trainer.backend import StepOutcome
 from workers.trainer.critic import ValueModel
+from workers.trainer.forward import arguments, logits_of, to, use_trees
 from workers.trainer.launch import Launch
 from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
 from workers.trainer.packing import MicroBatch
@@ -61,7 +62,7 @@ class DeepSpeedBackend:
         self._critic: Any = None
         self._device = torch.device("cpu")
         self._clipped_norm = 0.0
-        self.packs = False
+        self.packs = True
         self.compute_dtype = "float32"
 
     def initialize(self) -> None:
@@ -77,9 +78,6 @@ class DeepSpeedBackend:
         if self._spec.model.dtype == "bfloat16" and all(self.gather(_bfloat16_instructions(self._device))):
             self.compute_dtype = "bfloat16"
         model = self._model(self._spec.model.path, "model.path")
-        self.packs = _full_attention(model)
-        if not self.packs:
-            _log.info("%s has layers without full attention: shared prefixes are computed anew", type(model).__name__)
         self._engine = self._trained(model, self._spec.trainer.learning_rate)
         if self._spec.trainer.zero_stage == 0:
             self._engine.clip_fp32_gradients = self._clip
@@ -209,12 +207,17 @@ class DeepSpeedBackend:
             raise ConfigError(f"{key} {path}: no config.json there; it must be a Hugging Face model directory")
         dtype = getattr(torch, self.compute_dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-        return model.to(self._device)
+        model = model.to(self._device)
+        refusal = next(filter(None, self.gather(use_trees(model, self._device))), None)
+        if refusal is not None:
+            self.packs = False
+            _log.warning("each path is computed by itself, not as part of a tree: %s cannot, %s", path, refusal)
+        return model
 
     def _config(self) -> dict[str, Any]:
         trainer = self._spec.trainer
         return {
-            "train_micro_batch_size_per_gpu": trainer.micro_batch,
+            "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             # The number of micro-batches changes from step to step: step() is the boundary, not a count.
             "managed_gradient_accumulation": False,
@@ -235,31 +238,16 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def _logprobs(self, model: Any, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return [
-            token_logprobs(self._logits(model, batch), self._tensor(batch.target_N), temperature)[0].cpu().numpy()
+            token_logprobs(self._logits(model, batch), to(self._device, batch.target_N), temperature)[0].cpu().numpy()
             for batch in batches
         ]
 
     def _logits(self, model: Any, batch: MicroBatch) -> Tensor:
-        """Of the trained tokens only: the vocabulary projection of a prompt is computed for nothing. Shape (N, V)."""
-        logits_NV: Tensor = model(**self._arguments(batch)).logits[0, self._tensor(batch.predictor_N)]
-        return logits_NV
+        return logits_of(model, batch, self._device, trees=self.packs)
 
     def _values(self, batch: MicroBatch) -> Tensor:
-        values_N: Tensor = self._critic(**self._arguments(batch))[self._tensor(batch.predictor_N)]
-        return values_N
-
-    def _arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """Of a model's forward pass."""
-        return {
-            "input_ids": self._tensor(batch.ids_T)[None],
-            "position_ids": self._tensor(batch.depth_T)[None],
-            "attention_mask": None if batch.mask_TT is None else self._tensor(batch.mask_TT)[None, None],
-            "logits_to_keep": self._tensor(batch.predictor_K),
-            "use_cache": False,
-        }
-
-    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        values_K: Tensor = self._critic(**arguments(batch, self._device, trees=self.packs))
+        return values_K[to(self._device, batch.predictor_N)]
 
     def _clip(self) -> None:
         """What DeepSpeed does at stage 0, but the norm is kept."""
@@ -268,15 +256,6 @@ class DeepSpeedBackend:
     def _grad_norm(self) -> float:
         norm = self._engine.get_global_grad_norm()
         return self._clipped_norm if norm is None else float(norm)
-
-
-def _full_attention(model: Any) -> bool:
-    """Whether a token's output depends on earlier tokens through unrestricted attention only."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return set(kinds) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None and not getattr(model, "_is_stateful", False)
 
 
 def _bfloat16_instructions(device: torch.device) -> bool:

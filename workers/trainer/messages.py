@@ -75,9 +75,11 @@ class UpdateMetrics(Message):
     rows: int
     """Trajectories: leaf paths that have a trained token."""
     tokens_in_rows: int
-    """Tokens on those, context included; shared ones once per trajectory."""
+    """Tokens that training each of those by itself would compute."""
     tokens_computed: int
-    """Tokens of the policy's forward passes: a span shared by the trajectories of a micro-batch counts once."""
+    """Tokens of the policy's forward passes: what trajectories of a micro-batch begin with in common counts once."""
+    prefix_savings: float
+    """Share of ``tokens_in_rows`` that one pass over the batch does not compute, its beginnings being shared."""
     groups: int
     """Groups in the manifest."""
     optimizer_steps: int

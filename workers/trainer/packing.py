@@ -1,8 +1,8 @@
 """From the trajectories of a step to the micro-batches of each rank. Deterministic; numpy only.
 
-A micro-batch is one sequence that holds several trajectories, each shared span once: a forest written depth first. A
-token's position is its depth, and it attends to its ancestors only, so its log-prob is that of the trajectory alone,
-while the prompt that the samples of a group share is computed once instead of once per sample.
+A micro-batch is one sequence that holds several trajectories as a :class:`~workers.trainer.tree.TokenTree`. A token's
+position is its depth, and it attends to its ancestors only, so its log-prob is that of the trajectory alone, while what
+trajectories begin with in common is computed once.
 
 Every rank computes the same plan from the same trajectories, so nothing about it is communicated.
 """
@@ -10,14 +10,12 @@ Every rank computes the same plan from the same trajectories, so nothing about i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from workers.trainer.rows import Floats, Ints, Segment, Trajectory
-
-Indices = npt.NDArray[np.int64]
+from workers.trainer.rows import Floats, Ints, Trajectory
+from workers.trainer.tree import Indices, TokenTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +59,12 @@ class MicroBatch(TokenColumns):
     ids_T: Indices
     depth_T: Indices
     """Position of each token on its trajectories."""
-    mask_TT: npt.NDArray[np.bool_] | None
-    """True where the row's token attends to the column's; None is plain causal attention."""
+    end_T: Indices
+    """Token q attends to token k if ``k <= q < end_T[k]``."""
     predictor_K: Indices
     """Tokens of which logits are needed, ascending."""
     predictor_N: Indices
-    """Indices into ``predictor_K``."""
+    """Indices into ``predictor_K``: where trajectories part, one token predicts the next of each."""
     target_N: Indices
     old_logprob_N: Floats | None = None
     """Under the weights before the batch's first optimizer step; None: those that compute the loss are these."""
@@ -80,21 +78,30 @@ class MicroBatch(TokenColumns):
     return_N: Floats | None = None
     """What the critic is trained towards."""
 
+    @property
+    def tokens(self) -> int:
+        return len(self.ids_T)
+
 
 def plan(
-    rows: Sequence[WeightedTrajectory], *, rank: int, ranks: int, micro_batch: int
+    rows: Sequence[WeightedTrajectory], *, rank: int, ranks: int, row_tokens: int, merge: bool = True
 ) -> tuple[list[MicroBatch], int]:
     """The micro-batches of one rank, the same number on each rank, and the tokens all ranks compute.
 
-    ``micro_batch`` trajectories share a sequence, fewer if there would not be one for each rank. Gradient reduction is
-    collective, so a rank with fewer sequences takes part with micro-batches of weight 0.
+    A micro-batch has at most ``row_tokens`` tokens, unless one trajectory alone has more. ``merge=False`` computes
+    each trajectory in full. Gradient reduction is collective, so a rank with fewer micro-batches than others takes part
+    with ones of weight 0.
     """
-    size = max(1, min(micro_batch, len(rows) // ranks))
-    packs = [pack(rows[n : n + size]) for n in range(0, len(rows), size)]
-    shares = assign([len(p.ids_T) for p in packs], ranks)
-    count = max(len(share) for share in shares)
-    mine = [packs[index] for index in shares[rank]]
-    return mine + [_without_weight(packs[0])] * (count - len(mine)), sum(len(p.ids_T) for p in packs)
+    tree = TokenTree([row.trajectory.inputs for row in rows], merge=merge)
+    plans = []
+    for budget in _budgets(len(tree.ids_T), ranks, row_tokens):
+        packs = [pack([rows[path] for path in paths], merge=merge) for paths in tree.cut(budget)]
+        plans.append([[packs[i] for i in share] for share in assign([p.tokens for p in packs], ranks)])
+    loads = [[sum(p.tokens for p in share) for share in shares] for shares in plans]
+    best = min(range(len(plans)), key=lambda n: (max(loads[n]), sum(loads[n])))
+    shares = plans[best]
+    idle = max(len(share) for share in shares) - len(shares[rank])
+    return shares[rank] + [_without_weight(shares[0][0])] * idle, sum(loads[best])
 
 
 def assign(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -109,98 +116,41 @@ def assign(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def pack(rows: Sequence[WeightedTrajectory]) -> MicroBatch:
+def pack(rows: Sequence[WeightedTrajectory], *, merge: bool = True) -> MicroBatch:
     """Write trajectories into one sequence."""
-    forest = _Forest()
-    for row in rows:
-        forest.add(row)
-    return forest.micro_batch(plain=len(rows) == 1)
+    tree = TokenTree([row.trajectory.inputs for row in rows], merge=merge)
+    predictors = [tree.positions(n)[row.trajectory.trained_at - 1] for n, row in enumerate(rows)]
+    predictor_K, predictor_N = np.unique(np.concatenate(predictors), return_inverse=True)
+    return MicroBatch(
+        ids_T=tree.ids_T.astype(np.int64),
+        depth_T=tree.depth_T,
+        end_T=tree.end_T,
+        predictor_K=predictor_K,
+        predictor_N=predictor_N,
+        target_N=np.concatenate([row.trajectory.ids[row.trajectory.trained_at] for row in rows]).astype(np.int64),
+        **vars(TokenColumns.concatenate([row.columns for row in rows])),
+    )
 
 
-@dataclass
-class _Node:
-    """A segment in the sequence."""
-
-    start: int
-    depth: int
-    last: int
-    """Index of its last token."""
-    ancestors: tuple[slice, ...]
-    """Where in the sequence it and its ancestors stand."""
-
-
-@dataclass
-class _Forest:
-    tokens: int = 0
-    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    nodes: dict[tuple[int, int], _Node] = field(default_factory=dict)
-    predictors: list[Indices] = field(default_factory=list)
-    targets: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    columns: list[TokenColumns] = field(default_factory=list)
-
-    def add(self, row: WeightedTrajectory) -> None:
-        self.columns.append(row.columns)
-        parent: _Node | None = None
-        for segment in row.trajectory.segments:
-            node = self.nodes.get(segment.key)
-            if node is None:
-                node = self.nodes[segment.key] = self._place(segment, parent)
-            if len(segment.trained):
-                self._train(segment, node, parent)
-            parent = node
-
-    def _place(self, segment: Segment, parent: _Node | None) -> _Node:
-        start, length = self.tokens, len(segment.ids)
-        self.ids.append(segment.ids)
-        self.tokens += length
-        return _Node(
-            start=start,
-            depth=0 if parent is None else parent.depth + parent.last - parent.start + 1,
-            last=start + length - 1,
-            ancestors=(*(() if parent is None else parent.ancestors), slice(start, start + length)),
-        )
-
-    def _train(self, segment: Segment, node: _Node, parent: _Node | None) -> None:
-        predictor = segment.trained.astype(np.int64) + node.start - 1
-        if segment.trained[0] == 0 and parent is not None:
-            predictor[0] = parent.last
-        self.predictors.append(predictor)
-        self.targets.append(segment.ids[segment.trained])
-
-    def micro_batch(self, *, plain: bool) -> MicroBatch:
-        predictor_K, predictor_N = np.unique(np.concatenate(self.predictors), return_inverse=True)
-        depth_T = [np.arange(node.last - node.start + 1) + node.depth for node in self.nodes.values()]
-        return MicroBatch(
-            ids_T=np.concatenate(self.ids).astype(np.int64),
-            depth_T=np.concatenate(depth_T).astype(np.int64),
-            mask_TT=None if plain else self._mask(),
-            predictor_K=predictor_K,
-            predictor_N=predictor_N.astype(np.int64),
-            target_N=np.concatenate(self.targets).astype(np.int64),
-            **vars(TokenColumns.concatenate(self.columns)),
-        )
-
-    def _mask(self) -> npt.NDArray[np.bool_]:
-        mask_TT = np.zeros((self.tokens, self.tokens), dtype=bool)
-        for node in self.nodes.values():
-            for ancestor in node.ancestors:
-                mask_TT[node.start : node.last + 1, ancestor] = True
-        return np.tril(mask_TT)  # ancestors stand in front, so this only cuts the future of a segment itself
+def _budgets(tokens: int, ranks: int, row_tokens: int) -> list[int]:
+    """Row sizes to try: ranks wait for the slowest, so with several of them full rows are not always best."""
+    rounds = -(-tokens // (ranks * row_tokens))
+    share = -(-tokens // (ranks * rounds))
+    tried = [share + share * extra // 16 for extra in (0, 1, 2, 4, 8)] if ranks > 1 else []
+    return [row_tokens, *(budget for budget in tried if budget < row_tokens)]
 
 
 def _without_weight(batch: MicroBatch) -> MicroBatch:
     """One token and a target of weight 0: the cheapest forward pass that takes part in the reduction."""
-    return MicroBatch(
+    columns = {f.name: getattr(batch, f.name)[:1] for f in fields(TokenColumns)}
+    columns |= {"token_N": np.full(1, -1), "advantage_N": np.zeros(1, np.float32), "weight_N": np.zeros(1, np.float32)}
+    return replace(
+        batch,
         ids_T=batch.ids_T[:1],
-        depth_T=batch.depth_T[:1],
-        mask_TT=None,
+        depth_T=np.zeros(1, np.int64),
+        end_T=np.ones(1, np.int64),
         predictor_K=np.zeros(1, np.int64),
         predictor_N=np.zeros(1, np.int64),
         target_N=batch.target_N[:1],
-        token_N=np.full(1, -1, np.int64),
-        engine_logprob_N=batch.engine_logprob_N[:1],
-        version_N=batch.version_N[:1],
-        sequence_N=batch.sequence_N[:1],
-        advantage_N=np.zeros(1, np.float32),
-        weight_N=np.zeros(1, np.float32),
+        **columns,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +60,20 @@ class Trajectory:
         """Per trained token, the weight version that made it."""
         return np.concatenate([segment.versions for segment in self.segments])
 
+    @cached_property
+    def ids(self) -> Ints:
+        return np.concatenate([segment.ids for segment in self.segments])
+
+    @cached_property
+    def trained_at(self) -> npt.NDArray[np.int64]:
+        """Indices into :attr:`ids` of the trained tokens, ascending."""
+        starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
+        return np.concatenate([start + s.trained for start, s in zip(starts[:-1], self.segments, strict=True)])
+
     @property
-    def length(self) -> int:
-        return sum(len(segment.ids) for segment in self.segments)
+    def inputs(self) -> Ints:
+        """What a forward pass reads: all in front of the last trained token, which is only predicted."""
+        return self.ids[: self.trained_at[-1]]
 
     @property
     def trained(self) -> int:

@@ -45,6 +45,8 @@ class Trained:
     optimizer_steps: int = 0
     tokens_computed: int = 0
     """By all ranks, in all forward passes of the policy."""
+    tokens_per_pass: int = 0
+    """By all ranks, in one pass over the batch."""
     value_loss: float = 0.0
     """Mean over optimizer steps."""
     explained_variance: float = 0.0
@@ -69,7 +71,7 @@ class _Work:
         self._batch, self._algorithm, self._backend, self._parts = batch, algorithm, backend, parts
         self._columns = batch.columns()
         self._old_M = torch.from_numpy(self._columns.engine_logprob_N)
-        self._trained = Trained(StepSums())
+        self._trained = Trained(StepSums(), tokens_per_pass=sum(part.tokens for part in parts))
 
     def run(self) -> Trained:
         self._fill(self._ask_models())

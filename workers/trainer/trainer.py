@@ -157,7 +157,8 @@ class Trainer:
             rows,
             rank=self._launch.rank,
             ranks=self._launch.world_size,
-            micro_batch=self._spec.trainer.micro_batch if self._backend.packs else 1,
+            row_tokens=self._spec.trainer.row_tokens if self._backend.packs else 1,  # 1: each path by itself
+            merge=self._spec.trainer.rows == "tree" and self._backend.packs,
         )
 
     def _begin(self, request: UpdateRequest) -> Path:
@@ -274,6 +275,7 @@ def _same_manifest(request: UpdateRequest, digest: str) -> None:
 def _metrics(batch: Batch, done: Trained, *, seconds: float, seconds_training: float) -> UpdateMetrics:
     sums = done.sums
     staleness = batch.step - batch.versions()
+    tokens_in_rows = sum(len(row.trajectory.inputs) for row in batch.rows)
     return UpdateMetrics(
         loss=sums.loss / max(done.optimizer_steps, 1),
         grad_norm=done.grad_norm,
@@ -294,7 +296,8 @@ def _metrics(batch: Batch, done: Trained, *, seconds: float, seconds_training: f
         tokens_masked=batch.masked,
         rows=len(batch.rows),
         tokens_computed=done.tokens_computed,
-        tokens_in_rows=sum(row.trajectory.length for row in batch.rows),
+        tokens_in_rows=tokens_in_rows,
+        prefix_savings=1 - done.tokens_per_pass / tokens_in_rows if tokens_in_rows else 0.0,
         groups=batch.groups,
         optimizer_steps=done.optimizer_steps,
         staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,

@@ -141,7 +141,7 @@ def make_spec(model_path: Path, /, **changes: dict[str, Any]) -> RunSpec:
         "data": {"path": "tasks.jsonl"},
         "reward": {"target": "module:function"},
         "nodes": [{"id": "a", "tags": ["rollout", "train"]}],
-        "trainer": {"learning_rate": 1e-2, "micro_batch": 4},
+        "trainer": {"learning_rate": 1e-2, "row_tokens": 64},
     }
     for name, change in changes.items():
         sections[name] = {**sections.get(name, {}), **change}

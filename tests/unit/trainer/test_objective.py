@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from storage.manifests import Manifest
 from workers.trainer.batch import Batch, weigh
 from workers.trainer.objective import Objective, StepSums, token_logprobs
-from workers.trainer.packing import MicroBatch, TokenColumns, WeightedTrajectory, pack, plan
+from workers.trainer.packing import MicroBatch, TokenColumns, pack, plan
 from workers.trainer.rows import group_rows
 from workflows.spec import AlgorithmSpec
 
@@ -154,48 +153,7 @@ def test_gradient_equals_finite_differences_of_the_stated_loss(make: Any, old: s
 
 def test_tokens_of_weight_zero_leave_no_trace_in_loss_and_metrics(make: Any) -> None:
     rows = _batch(make, AlgorithmSpec()).rows[:1]
-    (padding,), _ = plan(rows, rank=1, ranks=2, micro_batch=4)
+    (padding,), _ = plan(rows, rank=1, ranks=2, row_tokens=64)
     loss, sums = Objective(AlgorithmSpec(), 1.0)(_logits(padding), padding)
     assert loss.item() == 0.0
     assert sums == StepSums()
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_packed_sequences_give_the_loss_and_gradient_of_each_trajectory_alone(
-    make: Any, qwen: Path, aggregation: str
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    algorithm = AlgorithmSpec(aggregation=aggregation)
-    model: Any = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    rows = _batch(make, algorithm, groups=3).rows
-    flat = _loss_and_gradient(model, [_unshared(row) for row in rows], algorithm)
-
-    for micro_batch in (3, 100):
-        batches, _ = plan(rows, rank=0, ranks=1, micro_batch=micro_batch)
-        packed = _loss_and_gradient(model, batches, algorithm)
-        torch.testing.assert_close(packed, flat, rtol=0, atol=1e-6)
-
-
-def _unshared(row: WeightedTrajectory) -> MicroBatch:
-    batch = pack([row])
-    assert batch.mask_TT is None
-    return batch
-
-
-def _loss_and_gradient(model: Any, batches: list[MicroBatch], algorithm: AlgorithmSpec) -> Tensor:
-    model.zero_grad()
-    total = 0.0
-    for batch in batches:
-        mask = None if batch.mask_TT is None else torch.from_numpy(batch.mask_TT)[None, None]
-        output = model(
-            input_ids=torch.from_numpy(batch.ids_T)[None],
-            position_ids=torch.from_numpy(batch.depth_T)[None],
-            attention_mask=mask,
-            logits_to_keep=torch.from_numpy(batch.predictor_K),
-        )
-        loss, sums = Objective(algorithm, 1.0)(output.logits[0, torch.from_numpy(batch.predictor_N)], batch)
-        loss.backward()
-        total += sums.loss
-    gradients = [parameter.grad.flatten() for parameter in model.parameters()]
-    return torch.cat([torch.tensor([total]), *gradients])
