@@ -1,0 +1,1 @@
+"""Training sessions as trees against training them row by row: ``python -m benchmarks.tree``."""
