@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from storage.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, IntegrityError
 from storage.ports import free_port
 from storage.weights import WeightsStore
 from workers.cluster import StateFolder
-from workers.engines.base import Engine, Loaded
+from workers.engines.base import Engine, Transfer
 from workers.engines.kinds import KINDS, connect, kind_of
 from workers.engines.launch import Place
-from workers.node_agent.sender import sending
+from workers.node_agent.sender import Sender
 from workers.node_agent.spawn import spawn, tail
 from workers.residency import EngineResidency
 from workflows.messages import EngineTask, WeightsRef
@@ -48,6 +49,7 @@ class EngineHost:
         self._log = state.logs / f"engine-{node}.log"
         self._lock = asyncio.Lock()
         self._adapters: dict[str, Engine] = {}
+        self._sender = Sender()
 
     def resident(self) -> EngineResidency | None:
         """The engine that runs on this node, if any."""
@@ -69,22 +71,21 @@ class EngineHost:
             await self._wait_ready(found, task.spec.engine.start_limit_s)
             found = await self._confirm(found, task)
             await self._engine(found).resume()
+            if task.spec.engine.transfer == "collective":
+                await self._sender.prepare()
             return found
 
     async def load(self, task: EngineTask) -> int:
         """Change weights between two tokens; returns the version the engine confirmed by checksum."""
         async with self._lock:
             found = self._must_run()
-            engine = self._engine(found)
-            if found.serving != task.weights:
-                await engine.pause(task.spec.engine.sync_mode)
-                try:
-                    await self._load(found, task)
-                except (EngineError, IntegrityError):
-                    with contextlib.suppress(EngineError):  # it may be gone; the failed load is what matters
-                        await engine.resume()
-                    raise
-            await engine.resume()
+            if found.serving == task.weights:
+                await self._engine(found).resume()
+                return task.weights.version
+            async with self._source(task) as transfer:
+                await self._change(found, task, transfer)
+            if transfer is not None:
+                await self._sender.prepare()
             return task.weights.version
 
     async def hold(self, paused: bool) -> None:
@@ -107,6 +108,7 @@ class EngineHost:
             await self._drain(engine)
             if not KINDS[found.kind].spins_paused:
                 await engine.pause("in_place")
+            await self._sender.close()
 
     async def end(self, run: str) -> None:
         """End the engine if it belongs to ``run``."""
@@ -115,6 +117,7 @@ class EngineHost:
             if found is not None and found.run == run:
                 await found.process.end()
                 self._pin(run)
+                await self._sender.close()
                 self._file.unlink(missing_ok=True)
 
     async def until_dead(self, found: EngineResidency) -> str:
@@ -136,6 +139,7 @@ class EngineHost:
 
     async def close(self) -> None:
         """Release connections; the engine goes on."""
+        await self._sender.close()
         for adapter in self._adapters.values():
             await adapter.close()
 
@@ -189,7 +193,7 @@ class EngineHost:
         if found.serving == task.weights:
             return self._write(found.model_copy(update={"epoch": task.epoch}))
         try:
-            return await self._load(found, task)
+            return await self._load_unpaused(found, task)
         except (EngineError, IntegrityError):
             if good is None or good == task.weights:
                 raise
@@ -198,9 +202,24 @@ class EngineHost:
             if not found.process.alive():
                 found = await self._start(task, found)
                 await self._wait_ready(found, task.spec.engine.start_limit_s)
-            return await self._load(found, task)
+            return await self._load_unpaused(found, task)
 
-    async def _load(self, found: EngineResidency, task: EngineTask) -> EngineResidency:
+    async def _load_unpaused(self, found: EngineResidency, task: EngineTask) -> EngineResidency:
+        async with self._source(task) as transfer:
+            return await self._load(found, task, transfer)
+
+    async def _change(self, found: EngineResidency, task: EngineTask, transfer: Transfer | None) -> None:
+        engine = self._engine(found)
+        await engine.pause(task.spec.engine.sync_mode)
+        try:
+            await self._load(found, task, transfer)
+        except (EngineError, IntegrityError):
+            with contextlib.suppress(EngineError):  # it may be gone; the failed load is what matters
+                await engine.resume()
+            raise
+        await engine.resume()
+
+    async def _load(self, found: EngineResidency, task: EngineTask, transfer: Transfer | None) -> EngineResidency:
         """Load and compare. An engine that refuses goes on with the weights it has; one that fails otherwise is ended,
         since nobody knows what it serves: it restarts on the last good version. Until the end of the change the
         residency says that its weights are not known, so whoever finds it after a kill confirms them anew."""
@@ -209,7 +228,7 @@ class EngineHost:
         self._write(found.model_copy(update={"epoch": task.epoch, "serving": None}))
         try:
             async with asyncio.timeout(limit_s):
-                loaded = await self._transfer(self._engine(found), task)
+                loaded = await self._engine(found).load_weights(weights.path, weights.version, transfer)
         except EngineRejected:
             self._write(found.model_copy(update={"epoch": task.epoch}))
             raise
@@ -231,14 +250,16 @@ class EngineHost:
         self._pin(task.run, weights)
         return self._write(found.model_copy(update={"epoch": task.epoch, "serving": weights, "good": weights}))
 
-    async def _transfer(self, engine: Engine, task: EngineTask) -> Loaded:
-        weights, options = task.weights, task.spec.engine
+    @asynccontextmanager
+    async def _source(self, task: EngineTask) -> AsyncIterator[Transfer | None]:
+        """Where the engine gets the weights from, before it is paused: None is the disk."""
+        options = task.spec.engine
         if options.transfer == "disk":
-            return await engine.load_weights(weights.path, weights.version)
-        async with sending(
-            weights.path, engine_ranks=options.tensor_parallel, limit_s=options.load_limit_s
-        ) as transfer:
-            return await engine.load_weights(weights.path, weights.version, transfer)
+            yield None
+            return
+        ranks, limit_s = options.tensor_parallel, options.load_limit_s
+        async with self._sender.sending(task.weights.path, engine_ranks=ranks, limit_s=limit_s) as transfer:
+            yield transfer
 
     def _pin(self, run: str, *held: WeightsRef | None) -> None:
         """Keep from collection what the engine may need: the version it serves or falls back to, and the next one."""

@@ -4,12 +4,16 @@ Engines name the tensors they expect from the headers of the published checkpoin
 :func:`workers.engines.checkpoint.stored_tensors`. As a process, from the files::
 
     python -m workers.trainer.broadcast --weights DIR --address HOST --port N --world-size 2 --group g1
+
+``--wait`` alone makes ready and reads the other words from one line of its standard input.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -90,7 +94,12 @@ def main() -> None:
     parser.add_argument("--group", required=True, help="name of the group, never used before")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--timeout-s", type=float, default=120.0)
-    given = parser.parse_args()
+    words = sys.argv[1:]
+    if words == ["--wait"]:
+        words = shlex.split(sys.stdin.readline())
+        if not words:  # whoever started it has gone
+            return
+    given = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     transfer = Transfer(given.group, given.address, given.port, 0, given.world_size, given.backend)
     log.info("sent %d tensors", send(transfer, stored(given.weights), timeout_s=given.timeout_s))

@@ -13,7 +13,7 @@ from tests.contract.engines.driver import PROMPT, Bench
 from tests.contract.engines.models import logprobs
 from tests.contract.engines.test_generation import NEAR, need
 from workers.engines.base import PauseMode, Transfer
-from workers.node_agent.sender import sending
+from workers.node_agent.sender import Sender
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -21,10 +21,11 @@ async def test_a_broadcast_brings_the_weights_that_the_files_hold(bench: Bench, 
     need(bench, "collective")
     need(bench, f"pause_{mode}")
     paths = (bench.checkpoints.first, bench.checkpoints.second)
+    sender = Sender()
     for version in (1, 2, 3):
         generation = await bench.running()
         await bench.engine.pause(mode)
-        async with sending(str(paths[version % 2])) as transfer:
+        async with sender.sending(str(paths[version % 2])) as transfer:
             loaded = await bench.engine.load_weights(str(paths[version % 2]), version, transfer)
         await bench.engine.resume()
         bench.version = version
@@ -35,6 +36,7 @@ async def test_a_broadcast_brings_the_weights_that_the_files_hold(bench: Bench, 
         fresh = await bench.generate(tokens=30)
         assert fresh.versions == [version] * 30
         assert fresh.logprobs == pytest.approx(logprobs(paths[version % 2], PROMPT, fresh.ids), abs=NEAR)
+    await sender.close()
 
 
 async def test_a_sender_that_is_not_there_is_told_before_the_engine_waits_for_it(bench: Bench) -> None:
