@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workflows import calls
+from workflows.alarms import alarms
 from workflows.markdown import link, page, table
 from workflows.messages import EngineView, RunState
-from workflows.scheduling import pipeline
 from workflows.spec import NodeSpec, RunSpec
 
 ENDED = ("ending", "finished", "stopped", "failed")
@@ -70,7 +70,7 @@ def _headline(view: RunView) -> list[str]:
         lines += [f"**Paused** ({state.paused.mode}) {by}. The update `resume` lets it go on.", ""]
     if state.stopping:
         lines += [f"**Stopping** ({state.stopping.mode}) for {state.stopping.actor}{_why(state.stopping.why)}.", ""]
-    odd = pipeline.warning(state.last_metrics)
+    odd = "; ".join(alarms(state.last_metrics, view.spec.alarms))
     if odd:
         lines += [f"**Warning:** {odd}", ""]
     return [*lines, f"Last failure: {state.last_failure or 'none'}", ""]

@@ -259,6 +259,27 @@ class TrackerSpec(Spec):
     """Weights & Biases; needs the ``wandb`` extra."""
 
 
+class AlarmSpec(Spec):
+    """Thresholds on the figures of a step; one that is crossed is shown in the status, in the UI and in the log."""
+
+    constant_reward: bool = True
+    """Whether it is odd that every sample of a step had the same reward."""
+    logprob_gap_mean: float | None = Field(default=0.05, gt=0)
+    """Mean difference of engine and trainer under equal weights, nats."""
+    importance_p99: float | None = Field(default=10.0, gt=1)
+    """99th percentile of exp(trainer - engine) log-prob."""
+    clip_fraction: float | None = Field(default=0.5, gt=0, le=1)
+    """Share of clipped tokens."""
+    reference_kl: float | None = Field(default=None, gt=0)
+    """KL to the reference, nats."""
+    grad_norm: float | None = Field(default=None, gt=0)
+    """Gradient norm before clipping."""
+    staleness_max: float | None = Field(default=None, ge=0)
+    """Age of the oldest token, updates."""
+    entropy: float | None = Field(default=None, gt=0)
+    """Entropy of the next token, nats; this one is a lower bound."""
+
+
 class JournalSpec(Spec):
     keep_s: float | None = Field(default=3600.0, ge=0)
     """The token records of a session leave the journal this long after its end, once its sample is trained on, filtered
@@ -301,6 +322,7 @@ class RunSpec(Spec):
     pool: PoolSpec = PoolSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     trackers: TrackerSpec = TrackerSpec()
+    alarms: AlarmSpec = AlarmSpec()
     journal: JournalSpec = JournalSpec()
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from temporalio.exceptions import (
 from temporalio.workflow import ActivityHandle, ParentClosePolicy
 
 from workflows import calls
+from workflows.alarms import alarms
 from workflows.messages import (
     AdmissionPause,
     AuditEntry,
@@ -228,7 +229,7 @@ class TrainingRun:
             evaluations=state.evaluations,
             metrics=state.last_metrics,
             last_failure=state.last_failure,
-            warning=pipeline.warning(state.last_metrics),
+            warning="; ".join(alarms(state.last_metrics, self.spec.alarms)),
         )
 
     # Life

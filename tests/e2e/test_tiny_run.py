@@ -15,9 +15,11 @@ from jobs import Job
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 
+from cli.metrics import OF_THE_BATCH
 from storage.ledger import Ledger
 from storage.objects import ObjectStore
 from storage.shards import Shard, decode
+from workers.trainer.messages import UpdateMetrics
 
 pytestmark = pytest.mark.e2e
 Finished = tuple[Job, dict[str, Any]]
@@ -82,6 +84,7 @@ def test_engine_and_trainer_agree_on_tokens_of_the_same_weights_in_every_step(fi
     assert steps[0]["tokens_on_policy"] == steps[0]["tokens"] > 0
     for metrics in steps:
         assert metrics["logprob_gap_mean"] <= 1e-3
+        assert set(metrics) <= {*OF_THE_BATCH, *UpdateMetrics.model_fields}, "docs/metrics.md lacks a figure"
 
 
 def test_every_token_logprob_and_version_in_every_shard_is_the_engines_own(finished: Finished) -> None:

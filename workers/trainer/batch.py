@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from algorithms.aggregation import aggregation_weights
@@ -45,6 +46,11 @@ class Batch:
     def trained(self) -> int:
         """Tokens with a share in the loss."""
         return sum(int((row.columns.weight_N > 0).sum()) for row in self.rows)
+
+    def session_tokens(self) -> npt.NDArray[np.int64]:
+        """Trained tokens of each session that has any."""
+        counts = np.bincount(self.evidence.session_N.numpy())
+        return counts[counts > 0]
 
     def columns(self) -> TokenColumns:
         """Of all trained tokens, in order."""

@@ -46,6 +46,13 @@ class UpdateMetrics(Message):
     """Largest exp(current - old log-prob)."""
     importance_mean: float
     """Mean off-policy weight, truncated or masked; 1 when the correction is off."""
+    importance_p01: float = 1.0
+    """1st percentile of exp(trainer - engine) log-prob over trained tokens, before any truncation and before the
+    batch's first optimizer step; to 0.5 %."""
+    importance_p50: float = 1.0
+    """Its median."""
+    importance_p99: float = 1.0
+    """Its 99th percentile."""
     correction_masked: float = 0.0
     """Share of trained tokens whose off-policy weight is 0."""
     logprob_gap_mean: float
@@ -88,6 +95,30 @@ class UpdateMetrics(Message):
     """Mean of (step - weight version of the token)."""
     staleness_max: int
     """Largest of (step - weight version of the token)."""
+    staleness_0: float = 0.0
+    """Share of trained tokens sampled by the weights before the update."""
+    staleness_1: float = 0.0
+    """Share of trained tokens one update old."""
+    staleness_2: float = 0.0
+    """Share of trained tokens two updates old."""
+    staleness_3_up: float = 0.0
+    """Share of trained tokens three or more updates old."""
+    reward_p10: float = 0.0
+    """10th percentile of the samples' rewards, those without trained tokens included."""
+    reward_p50: float = 0.0
+    """Median reward."""
+    reward_p90: float = 0.0
+    """90th percentile of the rewards."""
+    reward_max: float = 0.0
+    """Largest reward."""
+    session_tokens_p10: float = 0.0
+    """10th percentile of the trained tokens per session, sessions without any left out."""
+    session_tokens_p50: float = 0.0
+    """Its median."""
+    session_tokens_p90: float = 0.0
+    """Its 90th percentile."""
+    session_tokens_max: float = 0.0
+    """Its maximum."""
     seconds: float
     """Wall time of the whole update: read, train, save, publish."""
     seconds_training: float

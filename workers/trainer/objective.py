@@ -25,6 +25,7 @@ from algorithms.policy_loss import (
 )
 from algorithms.value_loss import value_loss
 from storage.errors import ConfigError
+from workers.trainer.distributions import NO_BINS, bins
 from workers.trainer.packing import MicroBatch
 from workers.trainer.usercode import call
 from workflows.spec import AlgorithmSpec
@@ -50,6 +51,8 @@ class StepSums:
     entropy: float = 0.0
     kl: float = 0.0
     advantage_abs: float = 0.0
+    importance_bins: npt.NDArray[np.int64] = field(default_factory=NO_BINS.copy, compare=False)
+    """Tokens by exp(trainer - engine) log-prob, before the batch's first optimizer step."""
     ratio_max: float = field(default=0.0, metadata={"max": True})
     gap_max: float = field(default=0.0, metadata={"max": True})
 
@@ -138,6 +141,7 @@ class Objective:
         current_N = _on(logprob_N.device, batch.version_N) == self.step
         difference_N, nothing_N = before_N - engine_N, torch.zeros_like(engine_N)
         return {
+            "difference": difference_N if known else torch.full_like(engine_N, torch.nan),
             "gap": torch.where(current_N & known, difference_N.abs(), nothing_N),
             "current": current_N & known,
             "stale_ratio": torch.where(~current_N & known, difference_N.exp(), nothing_N),
@@ -238,13 +242,15 @@ def _users(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
     return TokenLoss(loss_N, ratio_N, torch.zeros_like(ratio_N, dtype=torch.bool))
 
 
-def _sums(loss: Tensor, counted_N: Tensor, *, ratio: Tensor, **values: Tensor) -> StepSums:
-    """Over the tokens that count; a key of ``values`` is the sum it goes to."""
+def _sums(loss: Tensor, counted_N: Tensor, *, ratio: Tensor, difference: Tensor, **values: Tensor) -> StepSums:
+    """Over the tokens that count; a key of ``values`` is the sum it goes to. ``difference`` may be NaN: not known."""
     some = bool(counted_N.any())
+    known_N = counted_N & ~difference.isnan()
     return StepSums(
         loss=float(loss.detach()),
         tokens=float(counted_N.sum()),
         **{name: float(value_N[counted_N].double().sum()) for name, value_N in values.items()},
+        importance_bins=bins(difference[known_N].cpu().numpy()),
         ratio_max=float(ratio[counted_N].max()) if some else 0.0,
         gap_max=float(values["gap"][counted_N].max()) if some else 0.0,
     )

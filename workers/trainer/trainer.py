@@ -25,6 +25,7 @@ from storage.weights import WeightsRef, WeightsStore
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
+from workers.trainer.distributions import quantiles, ratio_quantiles, staleness_shares
 from workers.trainer.launch import Launch
 from workers.trainer.messages import UpdateMetrics, UpdateRequest, UpdateResult
 from workers.trainer.objective import StepSums
@@ -302,6 +303,10 @@ def _metrics(batch: Batch, done: Trained, *, seconds: float, seconds_training: f
         optimizer_steps=done.optimizer_steps,
         staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
         staleness_max=int(staleness.max()) if len(staleness) else 0,
+        **ratio_quantiles(sums.importance_bins),
+        **staleness_shares(staleness),
+        **quantiles("reward", batch.evidence.reward_S.numpy()),
+        **quantiles("session_tokens", batch.session_tokens()),
         seconds=seconds,
         seconds_training=seconds_training,
     )

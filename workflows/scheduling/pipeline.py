@@ -15,7 +15,6 @@ The workflows, the activities and the simulator ask the same object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,20 +88,6 @@ def policy(pipeline: PipelineSpec, groups_per_step: int) -> PipelinePolicy:
 def policy_of(spec: RunSpec) -> PipelinePolicy:
     """Shorthand for the built-in policy of a whole run file."""
     return policy(spec.pipeline, spec.algorithm.groups_per_step)
-
-
-def warning(metrics: Mapping[str, float]) -> str:
-    """What is odd about a step with these metrics; empty if nothing is.
-
-    >>> warning({"reward_mean": 0.5, "reward_std": 0.1})
-    ''
-    """
-    if metrics.get("reward_std") != 0:
-        return ""
-    return (
-        f"every sample of the last step had the same reward, {metrics.get('reward_mean', 0):g}: "
-        "nothing can be learned from it; is the reward right?"
-    )
 
 
 def train_nodes(spec: RunSpec) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from cli import metrics
 from cli.reference import reference
 from workflows.spec import NodeSpec, RunSpec
 
@@ -27,3 +28,8 @@ def test_every_field_of_the_run_file_is_documented() -> None:
         if not field.description
     ]
     assert silent == []
+
+
+def test_the_page_about_figures_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == metrics.reference(), "run: python -m cli.metrics > docs/metrics.md"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from workflows.scheduling.pipeline import PipelinePolicy, policy, rollout_nodes, train_nodes, warning
+from workflows.scheduling.pipeline import PipelinePolicy, policy, rollout_nodes, train_nodes
 from workflows.spec import PipelineSpec, RunSpec
 
 
@@ -80,9 +80,3 @@ def test_a_pipeline_that_would_leave_no_node_for_rollout_is_refused() -> None:
     with pytest.raises(ValidationError, match="keeps train nodes from rollout"):
         spec("disaggregated", ["rollout", "train"])
     assert spec("colocated", ["rollout", "train"]).pipeline.name == "colocated"
-
-
-def test_a_reward_that_is_the_same_for_a_whole_step_raises_an_alarm() -> None:
-    assert "every sample of the last step had the same reward, 0.5" in warning({"reward_mean": 0.5, "reward_std": 0.0})
-    assert warning({"reward_mean": 0.5, "reward_std": 0.01}) == ""
-    assert warning({"replayed": 1.0}) == "", "the rewards of a replayed batch were judged when it was claimed"

@@ -157,3 +157,4 @@ def test_tokens_of_weight_zero_leave_no_trace_in_loss_and_metrics(make: Any) -> 
     loss, sums = Objective(AlgorithmSpec(), 1.0)(_logits(padding), padding)
     assert loss.item() == 0.0
     assert sums == StepSums()
+    assert sums.importance_bins.sum() == 0
