@@ -56,12 +56,12 @@ class UpdateMetrics(Message):
     correction_masked: float = 0.0
     """Share of trained tokens whose off-policy weight is 0."""
     logprob_gap_mean: float
-    """Mean of |trainer - engine| log-prob over the trained tokens whose weights are those before the update: what the
-    engine computes otherwise than the trainer, not what training changed. 0 if there is no such token."""
+    """Mean of |trainer - engine| log-prob over the trained tokens of turns that the weights before the update sampled
+    whole: what the engine computes otherwise than the trainer, not what training changed. 0 if there is none."""
     logprob_gap_max: float
     """Largest of these."""
     tokens_on_policy: int = 0
-    """Trained tokens sampled by the weights before the update."""
+    """How many these are."""
     off_policy_ratio_mean: float = 1.0
     """Mean of exp(trainer - engine) log-prob over the others, before any truncation: how far the policy has moved away
     from what sampled them. 1 if there is none."""

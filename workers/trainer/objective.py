@@ -138,7 +138,8 @@ class Objective:
         """
         before_N = logprob_N if batch.old_logprob_N is None else _on(logprob_N.device, batch.old_logprob_N)
         known = batch.old_logprob_N is not None or self.first
-        current_N = _on(logprob_N.device, batch.version_N) == self.step
+        current = batch.version_N == self.step if batch.current_N is None else batch.current_N
+        current_N = _on(logprob_N.device, current)
         difference_N, nothing_N = before_N - engine_N, torch.zeros_like(engine_N)
         return {
             "difference": difference_N if known else torch.full_like(engine_N, torch.nan),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from workers.trainer.rows import Floats, Ints, Trajectory
 from workers.trainer.tree import Indices, TokenTree
@@ -66,6 +67,9 @@ class MicroBatch(TokenColumns):
     predictor_N: Indices
     """Indices into ``predictor_K``: where trajectories part, one token predicts the next of each."""
     target_N: Indices
+    current_N: npt.NDArray[np.bool_] | None = None
+    """Whether the weights before the batch sampled the token's whole turn, on whose KV it leans; None: to be told from
+    ``version_N`` alone."""
     old_logprob_N: Floats | None = None
     """Under the weights before the batch's first optimizer step; None: those that compute the loss are these."""
     sequence_log_ratio_N: Floats | None = None

@@ -43,6 +43,8 @@ class Trained:
     grad_norm: float = 0.0
     """Mean over optimizer steps."""
     optimizer_steps: int = 0
+    tokens_on_policy: int = 0
+    """See :attr:`MicroBatch.current_N`."""
     tokens_computed: int = 0
     """By all ranks, in all forward passes of the policy."""
     tokens_per_pass: int = 0
@@ -74,7 +76,9 @@ class _Work:
         self._trained = Trained(StepSums(), tokens_per_pass=sum(part.tokens for part in parts))
 
     def run(self) -> Trained:
-        self._fill(self._ask_models())
+        current_M = self._sampled_now()
+        self._trained.tokens_on_policy = int(current_M.sum())
+        self._fill({"current_N": current_M, **self._ask_models()})
         norms: list[float] = []
         value_losses: list[float] = []
         for part in self._parts * self._algorithm.epochs:
@@ -88,6 +92,12 @@ class _Work:
         self._trained.grad_norm = float(np.mean(norms or [0.0]))
         self._trained.value_loss = float(np.mean(value_losses or [0.0]))
         return self._trained
+
+    def _sampled_now(self) -> Tensor:
+        """Tokens of turns in which no token is of other weights than those before the batch."""
+        stale_M = torch.from_numpy(self._columns.version_N) != self._batch.step
+        turn_M = self._batch.evidence.turn_N
+        return ~torch.isin(turn_M, turn_M[stale_M])
 
     def _policy_step(self, part: _Part, *, first: bool) -> StepOutcome:
         algorithm, batches = self._algorithm, part.batches

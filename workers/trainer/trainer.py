@@ -286,7 +286,7 @@ def _metrics(batch: Batch, done: Trained, *, seconds: float, seconds_training: f
         correction_masked=sums.mean("masked"),
         logprob_gap_mean=sums.mean("gap", over="current"),
         logprob_gap_max=sums.gap_max,
-        tokens_on_policy=int((staleness == 0).sum()),
+        tokens_on_policy=done.tokens_on_policy,
         off_policy_ratio_mean=sums.mean("stale_ratio", over="stale") if sums.stale else 1.0,
         entropy=sums.mean("entropy"),
         reference_kl=sums.mean("kl"),

@@ -98,7 +98,7 @@ def _descend(weights: Tensor, loss: Tensor, rate: float) -> None:
 
 
 def planner(size: int) -> Planner:
-    return lambda rows: plan(rows, rank=0, ranks=1, micro_batch=size)
+    return lambda rows: plan(rows, rank=0, ranks=1, row_tokens=20 * size)
 
 
 def read(make: Any, algorithm: AlgorithmSpec, *, groups: int = 4, step: int = 0) -> Batch:
@@ -116,7 +116,7 @@ class Tokens:
     """The trained tokens of some rows, flat."""
 
     def __init__(self, rows: Sequence[WeightedTrajectory]) -> None:
-        (batch,), _ = plan(rows, rank=0, ranks=1, micro_batch=len(rows))
+        (batch,), _ = plan(rows, rank=0, ranks=1, row_tokens=10_000)
         order = np.argsort(batch.token_N)
         self.predictor, self.target = _predictors(batch)[order], torch.from_numpy(batch.target_N)[order]
         self.advantage, self.weight = (torch.from_numpy(a)[order] for a in (batch.advantage_N, batch.weight_N))
@@ -344,3 +344,25 @@ def test_functions_of_the_user_s_stand_in_for_advantage_and_loss(make: Any) -> N
 def test_what_is_wrong_with_a_function_of_the_user_s_is_told(make: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(make, AlgorithmSpec(**change))
+
+
+def test_engine_and_trainer_are_compared_on_turns_that_the_weights_before_the_batch_sampled_whole(make: Any) -> None:
+    """Of three turns one is of older weights, and one was cut by a change of weights."""
+    shard, logprob = make.ShardBuilder(), -0.5
+    root = shard.prompt(-1, [1])
+    for name, reward, versions in (("whole", 1.0, [4, 4, 4]), ("older", 0.0, [3, 3]), ("cut", 0.5, [3, 4, 4, 4])):
+        ids = [7 + n for n in range(len(versions))]
+        leaf = shard.completion(root, ids, session=name, versions=versions, logprobs=[logprob] * len(ids))
+        shard.session(name, reward=reward, leaves=[leaf])
+    rows = group_rows(shard.build(), ["whole", "older", "cut"])
+    algorithm, backend = AlgorithmSpec(old_logprobs="engine", epochs=2), TableBackend()
+    untrained = backend.policy.detach().clone()
+
+    batch = weigh([rows], Manifest("demo", 0, 4, (), temperature=0.8), algorithm)
+    trained = train_batch(batch, algorithm, backend, planner(3))
+
+    assert trained.tokens_on_policy == trained.sums.current == 3
+    assert trained.sums.stale == 6
+    said = token_logprobs(untrained[[1, 7, 8]], torch.tensor([7, 8, 9]), 0.8)[0]
+    # The second optimizer step computes under other weights, and is left out.
+    assert trained.sums.mean("gap", over="current") == pytest.approx(float((said - logprob).abs().mean()), rel=1e-5)
