@@ -19,7 +19,7 @@ from workers.engines.sender import must_listen
 log = logging.getLogger(__name__)
 
 START_LIMIT_S = 60.0
-END_LIMIT_S = 10.0
+END_LIMIT_S = 30.0
 
 
 class Sender:
