@@ -1,104 +1,26 @@
-"""Batches that take several optimizer steps or ask other models: right by an oracle, however they are packed.
-
-The model is a table of next-token logits by token, so that the oracle needs no attention.
-"""
+"""Batches that take several optimizer steps or ask other models: right by an oracle, however they are packed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
+from table_backend import TableBackend, descend, planner, predictors, table
 from torch import Tensor
 
 from algorithms import kl
 from algorithms.advantages import dr_grpo, whiten
 from storage.errors import ConfigError
 from storage.manifests import Manifest
-from workers.trainer.backend import StepOutcome
 from workers.trainer.batch import Batch, weigh
-from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
-from workers.trainer.packing import MicroBatch, WeightedTrajectory, plan
+from workers.trainer.objective import token_logprobs
+from workers.trainer.packing import WeightedTrajectory, plan
 from workers.trainer.rows import group_rows
-from workers.trainer.step import Planner, Trained, train_batch
+from workers.trainer.step import Trained, train_batch
 from workflows.spec import AlgorithmSpec
-
-VOCABULARY = 64
-
-
-def table(seed: int, columns: int = VOCABULARY) -> Tensor:
-    return torch.randn(VOCABULARY, columns, generator=torch.Generator().manual_seed(seed))
-
-
-class TableBackend:
-    """Policy, reference and critic as tables, trained by plain gradient descent."""
-
-    rank, world_size, compute_dtype, packs = 0, 1, "float32", True
-
-    def __init__(self) -> None:
-        self.policy = table(0).requires_grad_()
-        self.reference = table(1)
-        self.critic = table(2, 1).requires_grad_()
-
-    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
-        sums, total = StepSums(), torch.zeros(())
-        for batch in batches:
-            loss, part = objective(self.policy[_predictors(batch)], batch)
-            total = total + loss
-            sums.add(part)
-        _descend(self.policy, total, 30.0)
-        return StepOutcome(sums, 1.0)
-
-    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
-        return [_logprobs(self.policy, batch, temperature) for batch in batches]
-
-    def reference_logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
-        return [_logprobs(self.reference, batch, temperature) for batch in batches]
-
-    def values(self, batches: Sequence[MicroBatch]) -> list[npt.NDArray[np.float32]]:
-        return [self.critic.detach()[_predictors(batch), 0].numpy() for batch in batches]
-
-    def update_critic(self, batches: Sequence[MicroBatch], objective: ValueObjective) -> float:
-        losses = [objective(self.critic[_predictors(batch), 0], batch) for batch in batches]
-        total = torch.stack(losses).sum()
-        _descend(self.critic, total, 1.0)
-        return float(total.detach())
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def initialize(self) -> None: ...
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
-    def publish(self, folder: Path) -> None: ...
-    def park(self) -> None: ...
-    def unpark(self) -> None: ...
-    def close(self) -> None: ...
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-
-def _predictors(batch: MicroBatch) -> Tensor:
-    return torch.from_numpy(batch.ids_T[batch.predictor_K[batch.predictor_N]])
-
-
-@torch.no_grad()
-def _logprobs(logits: Tensor, batch: MicroBatch, temperature: float) -> npt.NDArray[np.float32]:
-    return token_logprobs(logits[_predictors(batch)], torch.from_numpy(batch.target_N), temperature)[0].numpy()
-
-
-def _descend(weights: Tensor, loss: Tensor, rate: float) -> None:
-    (gradient,) = torch.autograd.grad(loss, weights)
-    with torch.no_grad():
-        weights -= rate * gradient
-
-
-def planner(size: int) -> Planner:
-    return lambda rows: plan(rows, rank=0, ranks=1, row_tokens=20 * size)
 
 
 def read(make: Any, algorithm: AlgorithmSpec, *, groups: int = 4, step: int = 0) -> Batch:
@@ -107,18 +29,18 @@ def read(make: Any, algorithm: AlgorithmSpec, *, groups: int = 4, step: int = 0)
     return weigh(rows, Manifest("demo", 0, step, (), temperature=0.8), algorithm)
 
 
-def train(make: Any, algorithm: AlgorithmSpec, *, size: int = 3) -> tuple[Batch, TableBackend, Trained]:
+def train(make: Any, algorithm: AlgorithmSpec, *, row_tokens: int = 60) -> tuple[Batch, TableBackend, Trained]:
     backend, batch = TableBackend(), read(make, algorithm)
-    return batch, backend, train_batch(batch, algorithm, backend, planner(size))
+    return batch, backend, train_batch(batch, algorithm, backend, planner(row_tokens))
 
 
 class Tokens:
     """The trained tokens of some rows, flat."""
 
     def __init__(self, rows: Sequence[WeightedTrajectory]) -> None:
-        (batch,), _ = plan(rows, rank=0, ranks=1, row_tokens=10_000)
+        (batch,), _ = plan(rows, rank=0, ranks=1, row_tokens=1_000_000)
         order = np.argsort(batch.token_N)
-        self.predictor, self.target = _predictors(batch)[order], torch.from_numpy(batch.target_N)[order]
+        self.predictor, self.target = predictors(batch)[order], torch.from_numpy(batch.target_N)[order]
         self.advantage, self.weight = (torch.from_numpy(a)[order] for a in (batch.advantage_N, batch.weight_N))
         self.engine, self.sequence = (torch.from_numpy(a)[order] for a in (batch.engine_logprob_N, batch.sequence_N))
 
@@ -129,9 +51,9 @@ class Tokens:
 SEVERAL = {"epochs": 2, "minibatches": 2, "correction": "none"}
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_later_steps_of_a_batch_are_clipped_around_the_weights_before_the_first(make: Any, size: int) -> None:
-    batch, backend, trained = train(make, AlgorithmSpec(**SEVERAL), size=size)
+@pytest.mark.parametrize("row_tokens", [1, 60, 10_000])
+def test_later_steps_of_a_batch_are_clipped_around_the_weights_before_the_first(make: Any, row_tokens: int) -> None:
+    batch, backend, trained = train(make, AlgorithmSpec(**SEVERAL), row_tokens=row_tokens)
 
     policy = table(0).requires_grad_()
     parts = [Tokens(rows) for rows in batch.minibatches]
@@ -141,7 +63,7 @@ def test_later_steps_of_a_batch_are_clipped_around_the_weights_before_the_first(
             ratio = (part.logprob(policy) - before).exp()
             loss = torch.maximum(-part.advantage * ratio, -part.advantage * ratio.clamp(0.8, 1.28))
             loss = torch.where(part.advantage < 0, loss.minimum(-3 * part.advantage), loss)
-            _descend(policy, (loss * part.weight).sum(), 30.0)
+            descend(policy, (loss * part.weight).sum(), 30.0)
 
     assert len(parts) == 2
     assert trained.optimizer_steps == 4
@@ -150,12 +72,12 @@ def test_later_steps_of_a_batch_are_clipped_around_the_weights_before_the_first(
 
 
 @pytest.mark.parametrize("sequence", ["session", "turn"])
-@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("row_tokens", [1, 10_000])
 def test_gspo_clips_whole_sequences_though_their_turns_lie_in_several_micro_batches(
-    make: Any, size: int, sequence: str
+    make: Any, row_tokens: int, sequence: str
 ) -> None:
     algorithm = AlgorithmSpec(name="gspo", sequence=sequence, clip_low=0.02, clip_high=0.02, **SEVERAL)
-    batch, backend, trained = train(make, algorithm, size=size)
+    batch, backend, trained = train(make, algorithm, row_tokens=row_tokens)
 
     policy = table(0).requires_grad_()
     parts = [Tokens(rows) for rows in batch.minibatches]
@@ -168,7 +90,7 @@ def test_gspo_clips_whole_sequences_though_their_turns_lie_in_several_micro_batc
                 ratio, advantage = log_ratio[mine].mean().exp(), part.advantage[mine][0]
                 loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.98, 1.02))
                 total = total + loss * part.weight[mine].sum()
-            _descend(policy, total, 30.0)
+            descend(policy, total, 30.0)
 
     assert trained.sums.clipped > 0
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
@@ -177,7 +99,7 @@ def test_gspo_clips_whole_sequences_though_their_turns_lie_in_several_micro_batc
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_a_session_s_importance_weight_is_of_all_its_turns(make: Any, level: str) -> None:
     algorithm = AlgorithmSpec(correction_level=level, correction_cap=1.5)
-    batch, backend, _ = train(make, algorithm, size=1)
+    batch, backend, _ = train(make, algorithm, row_tokens=1)
 
     policy = table(0).requires_grad_()
     tokens = Tokens(batch.rows)
@@ -185,7 +107,7 @@ def test_a_session_s_importance_weight_is_of_all_its_turns(make: Any, level: str
     total = {n: gap[tokens.sequence == n] for n in tokens.sequence.unique().tolist()}
     combine = torch.sum if level == "sequence" else torch.mean
     weight = torch.stack([combine(total[n]) for n in tokens.sequence.tolist()]).exp().clamp(max=1.5)
-    _descend(policy, -(tokens.advantage * tokens.weight * weight * tokens.logprob(policy)).sum(), 30.0)
+    descend(policy, -(tokens.advantage * tokens.weight * weight * tokens.logprob(policy)).sum(), 30.0)
 
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
 
@@ -198,7 +120,7 @@ def test_kl_in_the_loss_pulls_towards_the_reference(make: Any) -> None:
     tokens = Tokens(batch.rows)
     logprob, reference = tokens.logprob(policy), tokens.logprob(backend.reference)
     loss = -tokens.advantage * (logprob - logprob.detach()).exp() + 0.5 * kl.k3(logprob, reference)
-    _descend(policy, (loss * tokens.weight).sum(), 30.0)
+    descend(policy, (loss * tokens.weight).sum(), 30.0)
 
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
     assert trained.sums.mean("kl") == pytest.approx(float(kl.k3(logprob, reference).mean().detach()), rel=1e-4)
@@ -215,7 +137,7 @@ def test_kl_in_the_reward_of_a_group_is_that_of_each_session(make: Any) -> None:
     apart = (tokens.logprob(policy) - tokens.logprob(backend.reference)).detach()
     reward = evidence.reward_S - 0.1 * torch.stack([apart[evidence.session_N == s].sum() for s in range(16)])
     advantage = torch.cat([dr_grpo(reward[group]) for group in evidence.groups])[evidence.session_N]
-    _descend(policy, -(advantage * tokens.weight * tokens.logprob(policy)).sum(), 30.0)
+    descend(policy, -(advantage * tokens.weight * tokens.logprob(policy)).sum(), 30.0)
 
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
 
@@ -228,7 +150,7 @@ def test_an_entropy_bonus_has_the_entropy_s_gradient(make: Any) -> None:
     tokens = Tokens(batch.rows)
     all_logprobs = torch.log_softmax(policy[tokens.predictor] / 0.8, -1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    _descend(policy, -((tokens.advantage * tokens.logprob(policy) + 0.3 * entropy) * tokens.weight).sum(), 30.0)
+    descend(policy, -((tokens.advantage * tokens.logprob(policy) + 0.3 * entropy) * tokens.weight).sum(), 30.0)
 
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
 
@@ -254,9 +176,9 @@ def test_ppo_trains_the_policy_on_gae_and_the_critic_on_its_returns(make: Any) -
         ahead = sum(s * 0.9 * float(value[c]) for s, c in zip(shares, children[token], strict=True))
         later = sum(s * 0.72 * float(advantage[c]) for s, c in zip(shares, children[token], strict=True))
         advantage[token] = reward + ahead - value[token] + later
-    _descend(policy, -(whiten(advantage) * tokens.weight * tokens.logprob(policy)).sum(), 30.0)
+    descend(policy, -(whiten(advantage) * tokens.weight * tokens.logprob(policy)).sum(), 30.0)
     value_loss = (critic[tokens.predictor, 0] - advantage - value).square() / 2 * tokens.weight
-    _descend(critic, value_loss.sum(), 1.0)
+    descend(critic, value_loss.sum(), 1.0)
 
     assert max(len(c) for t, c in children.items() if t >= 0) == 2  # some session branches
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
@@ -327,7 +249,7 @@ def test_functions_of_the_user_s_stand_in_for_advantage_and_loss(make: Any) -> N
     old = tokens.logprob(policy).detach()
     for _ in range(2):
         ratio, tau = (tokens.logprob(policy) - old).exp(), torch.where(advantage > 0, 1.0, 1.05)
-        _descend(policy, -(advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * tokens.weight).sum(), 30.0)
+        descend(policy, -(advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau * tokens.weight).sum(), 30.0)
 
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
 
@@ -359,7 +281,7 @@ def test_engine_and_trainer_are_compared_on_turns_that_the_weights_before_the_ba
     untrained = backend.policy.detach().clone()
 
     batch = weigh([rows], Manifest("demo", 0, 4, (), temperature=0.8), algorithm)
-    trained = train_batch(batch, algorithm, backend, planner(3))
+    trained = train_batch(batch, algorithm, backend, planner(60))
 
     assert trained.tokens_on_policy == trained.sums.current == 3
     assert trained.sums.stale == 6
