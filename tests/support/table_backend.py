@@ -87,5 +87,5 @@ def descend(weights: Tensor, loss: Tensor, rate: float) -> None:
         weights -= rate * gradient
 
 
-def planner(size: int) -> Planner:
-    return lambda rows: plan(rows, rank=0, ranks=1, micro_batch=size)
+def planner(row_tokens: int) -> Planner:
+    return lambda rows: plan(rows, rank=0, ranks=1, row_tokens=row_tokens)

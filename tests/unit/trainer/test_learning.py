@@ -66,6 +66,6 @@ def test_its_reward_more_than_doubles(make: Any, algorithm: dict[str, Any]) -> N
         groups = [group_rows(shard, [row.id for row in shard.sessions]) for shard in shards]
         batch = weigh(groups, Manifest("demo", 0, step, (), temperature=1.0), spec)
         rewards.append(float(batch.evidence.reward_S.mean()))
-        train_batch(batch, spec, backend, planner(SAMPLES))
+        train_batch(batch, spec, backend, planner(row_tokens=1000))
     assert rewards[0] < 0.3
     assert np.mean(rewards[-2:]) > 2 * rewards[0]
