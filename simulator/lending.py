@@ -20,6 +20,7 @@ from statistics import fmean
 from simulator.cluster import Costs
 from workflows.scheduling import switching
 from workflows.scheduling.decision import Decision
+from workflows.scheduling.recall import next_share
 from workflows.scheduling.switching import STAY, SWITCH, GroupFlow
 
 
@@ -33,6 +34,8 @@ class Moment:
     """Groups of the last step that its train nodes, once called, had to wait for."""
     waited_s: float
     """How long that was."""
+    train_s: float
+    """How long they computed."""
     rollout_s: float
     """From the beginning of the last step until its batch was complete."""
     train_nodes: int
@@ -72,8 +75,9 @@ class Hysteresis(Lending):
         return decision
 
 
-class Early(Hysteresis):
-    """Ours, with gradients accumulated as groups complete: called when a share of the batch is there."""
+class JustInTime(Hysteresis):
+    """Ours, for gradients that are accumulated as groups complete: train nodes are called so early that they do not
+    have to wait for groups, and no earlier. The share of the batch that has to be there follows what they waited."""
 
     def __init__(self, costs: Costs, share: float = 0.5) -> None:
         super().__init__(costs)
@@ -81,6 +85,10 @@ class Early(Hysteresis):
 
     def recall_at(self, wanted: int) -> int:
         return max(1, round(self._share * wanted))
+
+    def returns(self, moment: Moment) -> Decision:
+        self._share = next_share(self._share, moment.waited_s, moment.train_s)
+        return super().returns(moment)
 
 
 class DynamicSchedule(Lending):
@@ -184,7 +192,7 @@ class IntraToggle(Lending):
 
 LENDING: dict[str, Callable[[Costs], Lending]] = {
     "hysteresis": Hysteresis,
-    "early": Early,
+    "just-in-time": JustInTime,
     "verl-dynamic": DynamicSchedule,
     "verl-switch": EnableSwitch,
     "pearl": IntraToggle,

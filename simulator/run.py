@@ -100,8 +100,18 @@ class Simulation:
         engines = [r for r in self._racks if "rollout" in r.tags and not (self._own and "train" in r.tags)]
         self._fleet.want_engines(engines)
         trouble(self._env, self._given, self._racks, self._fleet, self._count_failure)
-        self._env.run(self._env.process(self._steps()))
+        try:
+            self._env.run(self._env.process(self._steps()))
+        except RuntimeError as error:  # simpy has no event left, or a step waits for too long
+            raise RuntimeError(f"a step waits for groups that cannot be complete: {self._where()}") from error
         return self._result(time.perf_counter() - started)
+
+    def _where(self) -> str:
+        facts = self._rollout.facts()
+        return (
+            f"{len(self._figures)} updates, {len(self._rollout.ready)} of {self._policy.groups_per_step} groups ready, "
+            f"{facts.running} sessions running, {len(self._fleet.engines())} engines serving"
+        )
 
     # Steps
 
@@ -133,20 +143,20 @@ class Simulation:
         yield self._env.timeout(self._costs.commit_s)
         self._figures.append(self._figures_of(step, groups, train_s, self._env.now - began - train_s))
         self._fleet.publish(step + 1)
-        self._after(step, gang, self._wait.complete_at - began)
+        self._after(step, gang, train_s, self._wait.complete_at - began)
 
-    def _after(self, step: int, gang: Gang, rollout_s: float) -> None:
+    def _after(self, step: int, gang: Gang, train_s: float, rollout_s: float) -> None:
         """An update is published: its nodes return to rollout, unless that would not pay."""
         preempts = self._policy.trainers == "preempt" and not self._policy.holds_rollout
         if preempts and step + 1 < self._policy.steps and not gang.lost.triggered:
-            decision = self._lending.returns(self._moment(step + 1, rollout_s))
+            decision = self._lending.returns(self._moment(step + 1, train_s, rollout_s))
             self._decisions.append(f"{self._env.now:.1f} s: {decision.line()}")
             if decision.what == STAY:
                 self._kept = gang
                 return
         self._fleet.release(gang)
 
-    def _moment(self, step: int, rollout_s: float) -> Moment:
+    def _moment(self, step: int, train_s: float, rollout_s: float) -> Moment:
         facts = self._rollout.facts()
         until = max(facts.admit_until, self._policy.admit_until(step, len(self._rollout.stale)))
         (since, completed), now, done = self._last, self._env.now, self._rollout.completed
@@ -161,7 +171,7 @@ class Simulation:
         )
         trainers = sum(len(rack.members) for rack in self._trainers)
         others = sum(len(rack.members) for rack in self._racks) - trainers
-        return Moment(flow, max(0, self._wait.groups), self._wait.seconds, rollout_s, trainers, others)
+        return Moment(flow, max(0, self._wait.groups), self._wait.seconds, train_s, rollout_s, trainers, others)
 
     def _until_ready(self, began: float, wanted: int) -> Process:
         """Wait until the policy's trigger asks for an update that ``wanted`` groups make."""
@@ -169,7 +179,7 @@ class Simulation:
         self._env.process(self._remind(limit))
         while not self._update_is_due(began, wanted):
             if self._env.now - began > MAX_STEP_S:
-                raise RuntimeError(f"a step waits for {wanted} groups that cannot be complete")
+                raise RuntimeError(f"{wanted} groups were not complete after {MAX_STEP_S:g} s")
             yield self._changed
         self._wait.complete_at = self._env.now
 

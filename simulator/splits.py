@@ -14,7 +14,7 @@ from workflows.scheduling import roofline
 from workflows.scheduling.model_cost import ModelCost
 from workflows.spec import Tag
 
-COARSE = 8
+COARSE = 6
 """Splits that are looked at before the search goes into detail around the best."""
 ROLLOUT: frozenset[Tag] = frozenset({"rollout"})
 BOTH: frozenset[Tag] = frozenset({"rollout", "train"})
@@ -60,22 +60,24 @@ class Search:
         return self.results[self.best]
 
 
-def search(scenario: Scenario, *, low: int | None = None, high: int | None = None) -> Search:
+def search(scenario: Scenario, *, low: int | None = None, high: int | None = None, refine: bool = True) -> Search:
     """Simulate splits of the cluster's nodes, coarsely at first, then ever nearer to the best one.
 
     The time of a run falls with the number of train nodes while training bounds it and rises once rollout does, so
     halving the distance around the best finds the bottom of that valley to the node; :func:`exhaustive` is the check.
+    Without ``refine`` the coarse splits are all.
     """
     size = scenario.cluster.size
     rack = max(1, size // POOL_NODES)
     low = low or fewest_trainers(scenario.cluster, scenario.model)
-    high = high or (size - rack if scenario.policy.trainers == "own" else size)
+    someone_must_roll_out = scenario.policy.trainers == "own" or scenario.policy.accumulates
+    high = high or (size - rack if someone_must_roll_out else size)
     low = min(math.ceil(low / rack) * rack, high)
     step = max(rack, (high - low) // COARSE // rack * rack)
     seen: dict[int, Result] = {}
     for count in {*range(low, high + 1, step), high}:
         seen[count] = simulate(split(scenario, count))
-    while step > rack:
+    while refine and step > rack:
         step = max(rack, step // 2 // rack * rack)
         best = Search(seen).best
         for count in (best - step, best + step):
