@@ -14,12 +14,15 @@ from temporalio import activity
 
 from activities.beat import beating
 from activities.claiming import ClaimWait
+from activities.layers import policy_for, policy_view
+from activities.parts import next_part
 from proxy.client import ControlClient
 from storage.errors import ConfigError, NotFoundError
 from storage.ledger import TRAIN, Checkpoint, Ledger, RewoundStep
 from storage.manifests import Manifest, write_manifest
 from storage.objects import ObjectStore
 from storage.weights import WeightsStore, folder_digest
+from workers.agents.data import data_end
 from workers.cluster import StateFolder
 from workflows.messages import (
     AdmissionInput,
@@ -34,7 +37,12 @@ from workflows.messages import (
     EndRun,
     EvaluationInput,
     EvaluationOutcome,
+    FlowInput,
+    FlowView,
     ManifestRef,
+    PartInput,
+    PartResult,
+    PolicyView,
     RewindInput,
     RunStart,
     WeightsRef,
@@ -98,19 +106,20 @@ class LedgerActivities:
 
     # Admission
 
-    @activity.defn(name="set_admission")
-    async def set_admission(self, task: AdmissionInput) -> None:
-        """Say what may start; groups that ended without entering a batch are replaced by as many more."""
-        ended = await asyncio.to_thread(self._ended, task.run, task.stream)
-        await asyncio.to_thread(
-            self._ledger.set_admission,
-            task.run,
-            task.stream,
-            admit_until=task.admit_until + ended,
-            target_in_flight=task.target_in_flight,
-            samples_per_task=task.samples_per_task,
-            paused=task.paused,
-        )
+    @activity.defn(name="pipeline_policy")
+    async def pipeline_policy(self, spec: RunSpec) -> PolicyView:
+        """The fields of the run's pipeline; ``ConfigError`` if the user's own cannot be loaded."""
+        return await asyncio.to_thread(policy_view, spec)
+
+    @activity.defn(name="admit_step")
+    async def admit_step(self, task: AdmissionInput) -> None:
+        """Say what may start while a step is made; groups that ended without entering a batch are replaced."""
+        await asyncio.to_thread(self._admit, task)
+
+    @activity.defn(name="group_flow")
+    async def group_flow(self, task: FlowInput) -> FlowView:
+        """How groups come in, and when nodes that returned to rollout decoded again."""
+        return await asyncio.to_thread(self._flow, task)
 
     @activity.defn(name="pause_admission")
     async def pause_admission(self, task: AdmissionPause) -> None:
@@ -127,8 +136,10 @@ class LedgerActivities:
     @activity.defn(name="claim_batch")
     async def claim_batch(self, task: ClaimInput) -> ClaimResult:
         """Wait until enough groups are complete (or the time limit), claim them and write the manifest."""
-        waiter = ClaimWait(self._ledger, task, activity.info().scheduled_time.timestamp())
-        claim = await beating(waiter.wait())
+        end = await asyncio.to_thread(data_end, task.spec)
+        waiter = ClaimWait(self._ledger, task, activity.info().scheduled_time.timestamp(), end)
+        found = await beating(waiter.wait())
+        claim = found.batch
         manifest = Manifest.of(claim, task.spec.sampling.temperature)
         ref = await beating(asyncio.to_thread(write_manifest, self._store, manifest))
         await asyncio.to_thread(self._ledger.set_manifest, task.spec.run, task.lineage, task.step, ref.key, ref.digest)
@@ -140,7 +151,20 @@ class LedgerActivities:
             reward_mean=claim.reward_mean,
             reward_std=claim.reward_std,
             waited_s=round(waiter.waited_s, 3),
+            pending=found.pending,
+            why=found.why,
+            switch=found.switch,
+            length_bias=found.length_bias,
+            age_bias=found.age_bias,
         )
+
+    @activity.defn(name="next_part")
+    async def next_part(self, task: PartInput) -> PartResult:
+        """Wait until some groups of a step are complete ahead of their batch, and write a manifest of them."""
+        part = await beating(next_part(self._ledger, task))
+        ref = await beating(asyncio.to_thread(write_manifest, self._store, part))
+        manifest = ManifestRef(step=task.step, key=ref.key, digest=ref.digest)
+        return PartResult(manifest=manifest, ordinals=tuple(group.ordinal for group in part.groups))
 
     @activity.defn(name="commit_step")
     async def commit_step(self, task: CommitInput) -> CheckpointRef:
@@ -179,6 +203,7 @@ class LedgerActivities:
             admit_until=count,
             target_in_flight=task.spec.pipeline.target_in_flight,
             samples_per_task=task.spec.evaluation.samples,
+            per_route=task.spec.engine.max_running,
         )
         return count
 
@@ -220,9 +245,30 @@ class LedgerActivities:
         books = self._ledger.books(run)
         return books.produced == 0 and self._ledger.latest_checkpoint(run) is None
 
-    def _ended(self, run: str, stream: str) -> int:
-        if stream != TRAIN:
-            return 0
+    def _admit(self, task: AdmissionInput) -> None:
+        spec, end = task.spec, data_end(task.spec)
+        until = policy_for(spec).admit_until(task.step, ended=self._ended(spec.run))
+        self._ledger.set_admission(
+            spec.run,
+            TRAIN,
+            admit_until=until if end is None else min(until, end),
+            target_in_flight=spec.pipeline.target_in_flight,
+            samples_per_task=spec.algorithm.group_size,
+            paused=task.paused,
+            per_route=spec.engine.max_running,
+        )
+
+    def _flow(self, task: FlowInput) -> FlowView:
+        rule = policy_for(task.spec)
+        flow = self._ledger.flow(task.spec.run, min_version=rule.min_version(task.step))
+        began = [
+            interval.start
+            for interval in self._ledger.intervals(task.spec.run)
+            if interval.kind == "generate" and interval.node in task.nodes and interval.start >= task.since
+        ]
+        return FlowView(**flow._asdict(), wanted=rule.groups_per_step, decoding=min(began, default=None))
+
+    def _ended(self, run: str) -> int:
         try:
             return self._ledger.ended_groups(run)
         except NotFoundError:  # the stream does not exist yet

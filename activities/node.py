@@ -30,6 +30,7 @@ from workflows.messages import (
     MemberReport,
     NodeRun,
     TrainerTask,
+    TrainInterval,
     TrainOutcome,
     TrainTask,
 )
@@ -143,6 +144,13 @@ class NodeActivities:
         self._epochs.admit(task.epoch)
         with self._tokens.kept():
             return await beating(self._trainer.update(task))
+
+    @activity.defn(name="accumulate")
+    async def accumulate(self, task: TrainTask) -> TrainInterval:
+        """Have the node's ranks compute the gradients of groups that are complete ahead of their batch."""
+        self._epochs.admit(task.epoch)
+        with self._tokens.kept():
+            return await beating(self._trainer.accumulate(task))
 
     async def _keep_ranks(self, task: TrainerTask) -> None:
         await self._trainer.ensure(task)

@@ -18,8 +18,9 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from proxy.client import ClaimedSample, ClaimedScore, ControlClient
+from storage.books.records import END_OF_DATA
 from storage.errors import ConfigError, DeadlineError, FencedError, NotFoundError, SeamlessFlowError, SessionClosed
-from workers.agents.data import TaskSource, source_for
+from workers.agents.data import Tasks, source_for
 from workers.agents.outcome import Outcome, Runner
 from workers.agents.runners import agent_runner, reward_runner
 from workflows.messages import StreamInput
@@ -35,7 +36,7 @@ SCORES_AT_A_TIME = 64
 REWARD_TRIES = 3
 RELEASE_LIMIT_S = 5.0
 
-SAMPLE_CAUSES = {"error": "agent_error", "timeout": "agent_timeout", "infra": "infra"}
+SAMPLE_CAUSES = {"error": "agent_error", "timeout": "agent_timeout", "infra": "infra", "end": END_OF_DATA}
 SCORE_CAUSES = {
     "error": "reward_error",
     "infra": "reward_error",
@@ -133,9 +134,7 @@ class Stream(ABC):
 class TaskStream(Stream):
     """Runs the samples of one stream; each is finished or failed once, and a stale attempt's report is dropped."""
 
-    def __init__(
-        self, client: ControlClient, runner: Runner, source: TaskSource, spec: RunSpec, given: StreamInput
-    ) -> None:
+    def __init__(self, client: ControlClient, runner: Runner, source: Tasks, spec: RunSpec, given: StreamInput) -> None:
         super().__init__(runner)
         self._client = client
         self._source = source
@@ -183,7 +182,11 @@ class TaskStream(Stream):
 
     async def _run_agent(self, claim: ClaimedSample) -> Outcome:
         llm = {"base_url": claim.base_url, "api_key": claim.api_key, "model": claim.model}
-        payload = {"task": self._source.task(claim.ordinal), "llm": llm}
+        try:
+            task = self._source.task(claim.ordinal)
+        except NotFoundError as error:
+            return Outcome("end", detail=str(error))
+        payload = {"task": task, "llm": llm}
         return await self._runner.run(claim.session, payload, self._limit_s)
 
     async def _release(self) -> None:
@@ -198,7 +201,7 @@ class RewardStream(Stream):
         self._client = client
         self._spec = spec
         self._given = given
-        self._sources: dict[str, TaskSource] = {}
+        self._sources: dict[str, Tasks] = {}
 
     async def _claim(self, start: Callable[[Coroutine[Any, Any, None]], None]) -> bool:
         free = SCORES_AT_A_TIME - self.running

@@ -136,7 +136,8 @@ def check_model(model: ModelSpec, engine: EngineSpec | None = None) -> Found:
 
 def check_data(data: DataSpec) -> Found:
     """Both task files: one JSON object a line."""
-    yield from _check_jsonl(("data", "path"), Path(data.path))
+    if data.source is None:
+        yield from _check_jsonl(("data", "path"), Path(data.path))
     if data.held_out is not None:
         yield from _check_jsonl(("data", "held_out"), Path(data.held_out))
 

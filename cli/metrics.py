@@ -21,6 +21,8 @@ This page is made by `python -m cli.metrics`.
 OF_THE_BATCH = {
     "groups_claimed": "Groups in the batch.",
     "groups_zero_variance": "Groups left out because all their rewards are equal.",
+    "length_bias": "Trainable tokens a group: mean of the batch less that of the complete groups it left behind.",
+    "age_bias": "Place in the data: mean of the batch less that of all groups left under way or complete.",
     "groups_stale": "Groups that ended because they were too old for this step.",
     "reward_mean": "Mean reward of the samples of all groups looked at, those with equal rewards included.",
     "reward_std": "Standard deviation of these rewards.",

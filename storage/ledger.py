@@ -14,6 +14,7 @@ from __future__ import annotations
 from storage.books.balance import Balance
 from storage.books.batches import Batches
 from storage.books.database import Database
+from storage.books.flow import Flows
 from storage.books.groups import Groups
 from storage.books.records import (
     TRAIN,
@@ -24,6 +25,7 @@ from storage.books.records import (
     Checkpoint,
     EvalResult,
     Failure,
+    Flow,
     GroupRef,
     GroupRows,
     Interval,
@@ -41,6 +43,7 @@ from storage.books.records import (
     SessionRecord,
     State,
     StepRecord,
+    WaitingGroup,
 )
 from storage.books.retention import Retention
 from storage.books.routes import Routes
@@ -58,6 +61,7 @@ __all__ = [
     "Checkpoint",
     "EvalResult",
     "Failure",
+    "Flow",
     "GroupRef",
     "GroupRows",
     "Interval",
@@ -76,10 +80,11 @@ __all__ = [
     "SessionRecord",
     "State",
     "StepRecord",
+    "WaitingGroup",
 ]
 
 
-class Ledger(Runs, Samples, Groups, Batches, Sessions, Routes, Retention, Balance):
+class Ledger(Runs, Samples, Groups, Flows, Batches, Sessions, Routes, Retention, Balance):
     """All parts of the ledger over one database.
 
     Args:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from storage.books.records import BatchClaim, ManifestRef
+from storage.books.records import BatchClaim, GroupRef, ManifestRef
 from storage.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Manifest:
     @classmethod
     def of(cls, claim: BatchClaim, temperature: float) -> Manifest:
         """The manifest of a claimed batch."""
-        groups = (ManifestGroup(g.ordinal, g.shard_key, g.sha256, g.sessions, g.rewards) for g in claim.groups)
-        return cls(claim.run, claim.lineage, claim.step, tuple(groups), temperature)
+        return cls(claim.run, claim.lineage, claim.step, manifest_groups(claim.groups), temperature)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: equal manifests have equal bytes."""
@@ -73,6 +73,11 @@ class Manifest:
     def key(self) -> str:
         """Object key: the same content has the same key."""
         return f"runs/{self.run}/manifests/{self.lineage:04d}.{self.step:08d}-{self.digest}.json"
+
+
+def manifest_groups(refs: Iterable[GroupRef]) -> tuple[ManifestGroup, ...]:
+    """Shards of the ledger as a manifest lists them."""
+    return tuple(ManifestGroup(g.ordinal, g.shard_key, g.sha256, g.sessions, g.rewards) for g in refs)
 
 
 def write_manifest(store: ObjectStore, manifest: Manifest) -> ManifestRef:

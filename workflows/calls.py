@@ -35,11 +35,15 @@ PERMANENT = [
     "GangLost",
     "TrainerError",
     "NoUsableGroups",
+    "EndOfData",
 ]
 HEARTBEAT = timedelta(seconds=20)
 """Crash detection of a supervisor, and the longest outage of the server that it does not notice."""
 FOREVER = timedelta(days=30)
 CONTINUE_AS_NEW_EVENTS = 1500
+POOL_TRIES = 30
+POOL_PAUSE = timedelta(seconds=1)
+"""Between two tries to find the pool, which the first node agent starts."""
 
 _RETRY = RetryPolicy(
     initial_interval=timedelta(milliseconds=100),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from workflows.scheduling.decision import Decision
+from workflows.scheduling.switching import SwitchCost
 from workflows.spec import RunSpec, Tag
 
 Role = Literal["engine", "trainer"]
@@ -344,26 +345,70 @@ class SetParams(Message):
     why: str = ""
 
 
+class PolicyView(Message):
+    """The fields of a pipeline's policy, which workflows act on; its methods are called by activities only."""
+
+    name: str
+    staleness: int
+    trainers: Literal["preempt", "own"]
+    holds_rollout: bool
+    waits_for_sync: bool
+    accumulates: bool
+
+
 class StepInput(Message):
-    """Input of ``RlStep``. ``replay``: train on this claimed manifest instead of claiming a new batch."""
+    """Input of ``RlStep``. ``replay``: train on this claimed manifest instead of claiming a new batch.
+
+    ``owner``: the run, which owns the gang's lease. ``gang``: the lease that it kept from an earlier step, ready.
+    """
 
     spec: RunSpec
     lineage: int
     step: int
     version: int
     pool: str
+    owner: str
+    policy: PolicyView
     paused: bool = False
     replay: ManifestRef | None = None
+    gang: LeaseEvent | None = None
+    cost: SwitchCost = SwitchCost()
 
 
 class StepResult(Message):
-    """``trained``: ``checkpoint`` is committed. ``gang_lost``: replay the claimed batch. ``stopped``: told to stop."""
+    """``trained``: ``checkpoint`` is committed. ``gang_lost``: replay the claimed batch. ``stopped``: told to stop.
+    ``data_ended``: there is no batch any more.
 
-    outcome: Literal["trained", "gang_lost", "stopped"]
+    ``taken``: why the gang was taken when it was. ``release_s``, ``load_s``: what that took; None where it was kept.
+    """
+
+    outcome: Literal["trained", "gang_lost", "stopped", "data_ended"]
     step: int
     checkpoint: CheckpointRef | None = None
     metrics: dict[str, float] = {}
     reason: str = ""
+    taken: Decision | None = None
+    claimed_at: float | None = None
+    """Unix seconds when the batch was claimed; None for a replay."""
+    release_s: float | None = None
+    load_s: float | None = None
+
+
+class StepUpdating(Message):
+    """Signal ``updating`` of a run: a step has its batch and makes its update; ``leftover`` samples still run."""
+
+    step: int
+    leftover: int
+
+
+class SwitchRecord(Message):
+    """A decision on a change of roles: what it was predicted to gain and, once that is known, what it gained."""
+
+    step: int
+    decision: Decision
+    at: float
+    """Unix seconds."""
+    measured_gain_s: float | None = None
 
 
 class StepStatus(Message):
@@ -417,6 +462,7 @@ class RunState(Message):
     opened: bool = False
     """Whether there is something to close when the run ends."""
     started: bool = False
+    data_ended: bool = False
     lineage: int = 0
     step: int = 0
     phase: str = "starting"
@@ -433,6 +479,22 @@ class RunState(Message):
     evaluations: tuple[EvaluationOutcome, ...] = ()
     last_metrics: dict[str, float] = Field(default_factory=dict)
     last_failure: str = ""
+    policy: PolicyView | None = None
+    """As of the last boundary between two steps."""
+    gang: LeaseEvent | None = None
+    """The trainer lease, from its grant to its end."""
+    updating: bool = False
+    """Whether the step in work has its batch."""
+    leftover: int = 0
+    """Samples that run on although their batch is being trained, and are held."""
+    returned_at: float | None = None
+    """Unix seconds when the train nodes were given back, until all of them serve again."""
+    serving_at: float | None = None
+    """Unix seconds when they did, until it is known when they decoded again."""
+    cost: SwitchCost = SwitchCost()
+    """Of taking the train nodes from rollout and giving them back, as measured lately."""
+    switches: tuple[SwitchRecord, ...] = ()
+    """The last decisions to change roles, or not to."""
     losses: int = 0
     """Times the trainer gang was lost since the last committed step."""
     engine_losses: int = 0
@@ -471,6 +533,11 @@ class RunStatus(Message):
     last_failure: str
     warning: str = ""
     """Something is odd about the last step though nothing failed."""
+    pipeline: str = ""
+    gang: str | None = None
+    """The trainer lease and its epoch, while there is one."""
+    switch_cost: SwitchCost = SwitchCost()
+    switches: tuple[SwitchRecord, ...] = ()
 
 
 class RunResult(Message):
@@ -499,13 +566,10 @@ class RunStart(Message):
 
 
 class AdmissionInput(Message):
-    """Input of ``set_admission``: ordinals below ``admit_until`` may start."""
+    """Input of ``admit_step``: what the run's pipeline lets start while ``step`` is made."""
 
-    run: str
-    stream: str
-    admit_until: int
-    target_in_flight: int
-    samples_per_task: int
+    spec: RunSpec
+    step: int
     paused: bool
 
 
@@ -526,16 +590,24 @@ class AdmissionPause(Message):
 
 
 class ClaimInput(Message):
-    """Input of ``claim_batch``."""
+    """Input of ``claim_batch``.
+
+    ``cost_s``: of taking the train nodes from rollout for this batch, as measured lately; None: they are not taken
+    for it, or nobody knows, and the batch is claimed as soon as it is complete.
+    """
 
     spec: RunSpec
     lineage: int
     step: int
     version: int
+    cost_s: float | None = None
 
 
 class ClaimResult(Message):
-    """A claimed batch and what was left out of it, in groups."""
+    """A claimed batch, what was left out of it, in groups, and how it differs from what was left waiting.
+
+    ``pending``: samples that are on their way. ``why``: the trigger. ``switch``: why not later.
+    """
 
     manifest: ManifestRef
     groups: int
@@ -544,6 +616,47 @@ class ClaimResult(Message):
     reward_mean: float | None
     reward_std: float | None
     waited_s: float
+    pending: int = 0
+    why: Decision | None = None
+    switch: Decision | None = None
+    length_bias: float | None = None
+    age_bias: float | None = None
+
+
+class PartInput(Message):
+    """Input of ``next_part``: groups for ``step`` whose gradients can be computed ahead, but for those ``done``."""
+
+    spec: RunSpec
+    lineage: int
+    step: int
+    done: tuple[int, ...] = ()
+
+
+class PartResult(Message):
+    """A manifest of complete groups that no step has claimed yet, and their ordinals."""
+
+    manifest: ManifestRef
+    ordinals: tuple[int, ...]
+
+
+class FlowInput(Message):
+    """Input of ``group_flow``: how groups come in for ``step``; ``nodes`` gave rollout back at ``since``."""
+
+    spec: RunSpec
+    step: int
+    nodes: tuple[str, ...] = ()
+    since: float = 0.0
+
+
+class FlowView(Message):
+    """A :class:`workflows.scheduling.switching.GroupFlow`, and when the nodes decoded again, in unix seconds."""
+
+    ready: int
+    wanted: int
+    supply: int
+    in_flight: int
+    rate: float
+    decoding: float | None = None
 
 
 class RewindInput(Message):

@@ -1,19 +1,23 @@
 """``RlStep``: one policy update, from a claimed batch to a committed checkpoint.
 
-claiming -> acquiring (the pool pre-empts train nodes) -> training ->
-committing. The manifest's digest is in history before anything is trained.
-Rollout goes on meanwhile on every node the gang did not take.
+claiming -> acquiring (the pool pre-empts train nodes, or the run has kept
+the gang) -> training -> committing. The manifest's digest is in history before
+anything is trained. The gang's lease is the run's, which tells the step about
+it and decides after the step whether the nodes return to rollout.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from datetime import datetime, timedelta
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.workflow import ActivityHandle
 
 from workflows import calls
+from workflows.head_start import HeadStart
 from workflows.markdown import link, page
 from workflows.messages import (
     AdmissionInput,
@@ -30,6 +34,7 @@ from workflows.messages import (
     StepPause,
     StepResult,
     StepStatus,
+    StepUpdating,
     Stop,
     TrainInterval,
     TrainOutcome,
@@ -40,6 +45,8 @@ from workflows.queues import node_queue
 from workflows.scheduling import pipeline
 
 GANG_TRIES = 3
+END_OF_DATA = "EndOfData"
+LEAST_PATIENCE_S = 1.0
 SPARE_VERSIONS = 3
 """Published versions kept beyond the staleness limit: an engine that is slow to sync may still fall back to one."""
 
@@ -60,9 +67,12 @@ class RlStep:
         self.paused = task.paused
         self.stopping = False
         self.manifest = task.replay
-        self.lease: LeaseEvent | None = None
+        self.lease = task.gang
         self.lost = ""
         self.queue_notice = ""
+        self.granted_at: datetime | None = None
+        self.requested = ""
+        self.head_start = HeadStart(task)
 
     # Messages
 
@@ -74,24 +84,17 @@ class RlStep:
     def stop(self, order: Stop) -> None:
         self.stopping = True
 
-    @workflow.signal(description="Sent by the pool: the trainer lease exists.")
-    def granted(self, event: LeaseEvent) -> None:
-        if self.lease is None or event.epoch > self.lease.epoch:  # it may come after the lease's own report
+    @workflow.signal(description="Sent by the run: what has become of its trainer lease.")
+    def gang(self, event: LeaseEvent) -> None:
+        current = self.lease is None or event.epoch >= self.lease.epoch
+        if event.state in ("granted", "ready") and current:
+            if event.state == "granted":
+                self.granted_at = workflow.now()
             self.lease, self.lost = event, ""
-
-    @workflow.signal(description="Sent by the trainer lease: its gang is ready.")
-    def lease_report(self, event: LeaseEvent) -> None:
-        if self.lease is None or event.epoch >= self.lease.epoch:
-            self.lease, self.lost = event, ""
-
-    @workflow.signal(description="Sent by the trainer lease: it was revoked and its gang is parked.")
-    def revoked(self, event: LeaseEvent) -> None:
-        if self.phase == "acquiring":  # later, the update has ended before the gang parked
-            self._lease_over(event)
-
-    @workflow.signal(description="Sent by the trainer lease: a rank or a node is lost.")
-    def lease_lost(self, event: LeaseEvent) -> None:
-        self._lease_over(event)
+            return
+        mine = self.lease is not None and event.epoch == self.lease.epoch
+        if mine and (event.state == "lost" or self.phase != "training"):  # a revoked gang ends its update, then parks
+            self.lease, self.lost = None, event.reason or event.state
 
     @workflow.signal(description="Sent by the pool: what the request for the gang waits for; empty: nothing.")
     def queued(self, notice: QueueNotice) -> None:
@@ -116,86 +119,120 @@ class RlStep:
         started = workflow.now()
         try:
             await self._admit()
-            claim = await self._claim()
+            ahead = asyncio.create_task(self._work_ahead()) if task.policy.accumulates else None
+            try:
+                claim = await self._claim()
+            finally:
+                self.head_start.end()
+            if ahead is not None:
+                await ahead
+            if claim is None and self.manifest is None:
+                return StepResult(outcome="data_ended", step=task.step, reason="nothing is left to train on")
             claimed = workflow.now()
             lease = await self._acquire()
             acquired = workflow.now()
             outcomes = await self._train(lease)
         except _Stopped:
             return StepResult(outcome="stopped", step=task.step, reason="stopped at once")
+        taken = claim.switch if claim is not None and self.granted_at is not None else None
+        facts = {"taken": taken, "claimed_at": claimed.timestamp() if claim is not None else None}
+        if self.granted_at is not None:
+            facts["release_s"] = (self.granted_at - claimed).total_seconds()
+            facts["load_s"] = (acquired - self.granted_at).total_seconds()
+        result = StepResult.model_validate({"outcome": "gang_lost", "step": task.step, "reason": self.lost, **facts})
         if outcomes is None:
-            return StepResult(outcome="gang_lost", step=task.step, reason=self.lost)
+            return result
         waits = {
             "seconds_claim": (claimed - started).total_seconds(),
             "seconds_acquire": (acquired - claimed).total_seconds(),
             "seconds_step_training": (workflow.now() - acquired).total_seconds(),
         }
-        return await self._commit(outcomes, {**_figures(claim), **waits})
+        checkpoint, metrics = await self._commit(outcomes, {**_figures(claim), **waits})
+        trained = {"outcome": "trained", "checkpoint": checkpoint, "metrics": metrics, "reason": ""}
+        return result.model_copy(update=trained)
 
     async def _admit(self) -> None:
-        spec = self.task.spec
         self._set_phase("claiming")
-        admission = AdmissionInput(
-            run=spec.run,
-            stream="train",
-            admit_until=pipeline.policy_of(spec).admit_until(self.task.step),
-            target_in_flight=spec.pipeline.target_in_flight,
-            samples_per_task=spec.algorithm.group_size,
-            paused=self.paused,
-        )
-        await calls.locally("set_admission", admission, type(None), summary=f"admit for step {self.task.step}")
+        admission = AdmissionInput(spec=self.task.spec, step=self.task.step, paused=self.paused)
+        await calls.locally("admit_step", admission, type(None), summary=f"admit for step {self.task.step}")
+
+    async def _work_ahead(self) -> None:
+        """Have the gang, and let it accumulate groups as they are complete; a stop is for the main line to see."""
+        try:
+            lease = await self._acquire()
+        except _Stopped:
+            return
+        self._set_phase("claiming")
+        if self.manifest is None:
+            await self.head_start.run(lease)
 
     async def _claim(self) -> ClaimResult | None:
         """Claim a batch, or take the one to be replayed. A pause takes the waiting claim back."""
         while self.manifest is None:
             await self._until("the end of the pause", lambda: not self.paused)
-            claim = ClaimInput(
-                spec=self.task.spec, lineage=self.task.lineage, step=self.task.step, version=self.task.version
-            )
             handle = calls.on_control(
-                "claim_batch", claim, ClaimResult, limit=calls.FOREVER, summary=f"batch of step {self.task.step}"
+                "claim_batch",
+                self._claim_input(),
+                ClaimResult,
+                limit=calls.FOREVER,
+                summary=f"batch of step {self.task.step}",
             )
             try:
+                await self._return_if_late(handle)
                 await self._until("enough complete groups", self._claimed_or_paused(handle))
             finally:
                 if not handle.done():
                     handle.cancel()
             if handle.done():
-                result = await handle
+                try:
+                    result = await handle
+                except ActivityError as error:
+                    if isinstance(error.cause, ApplicationError) and error.cause.type == END_OF_DATA:
+                        return None
+                    raise
                 self.manifest = result.manifest
+                await self._tell_updating(result.pending)
                 return result
+        await self._tell_updating(0)  # a replay
         return None
 
+    async def _return_if_late(self, handle: ActivityHandle[ClaimResult]) -> None:
+        """A gang that was kept from rollout for this batch waits for it no longer than two changes would take."""
+        lease = self.lease
+        if lease is None or self.task.policy.trainers == "own":
+            return
+        patience = max(LEAST_PATIENCE_S, 2 * (self.task.cost.total_s or 0.0))
+        claimed = self._claimed_or_paused(handle)
+        try:
+            await workflow.wait_condition(lambda: self.stopping or claimed(), timeout=timedelta(seconds=patience))
+        except TimeoutError:
+            self.lease = None
+            reason = f"the batch of step {self.task.step} is late: its nodes roll out meanwhile"
+            await calls.tell(calls.lease_id(lease.lease, lease.epoch), "revoke", Revoke(reason=reason))
+
+    def _claim_input(self) -> ClaimInput:
+        task = self.task
+        takes = task.policy.trainers == "preempt" and not task.policy.holds_rollout and self.lease is None
+        return ClaimInput(
+            spec=task.spec,
+            lineage=task.lineage,
+            step=task.step,
+            version=task.version,
+            cost_s=task.cost.total_s if takes else None,
+        )
+
+    async def _tell_updating(self, leftover: int) -> None:
+        """The run holds what still rolls out, if the pipeline does not let it overlap with an update."""
+        await calls.tell(self.task.owner, "updating", StepUpdating(step=self.task.step, leftover=leftover))
+
     async def _acquire(self) -> LeaseEvent:
-        """Ask the pool for the gang until it is ready; a gang that cannot start is tried again a few times."""
+        """Have the gang: the one the run kept, or a new one from the pool; one that cannot start is tried again."""
         self._set_phase("acquiring")
-        spec = self.task.spec
-        nodes = pipeline.train_nodes(spec)
+        nodes = pipeline.train_nodes(self.task.spec)
         for attempt in range(GANG_TRIES):
-            self.lease, self.lost = None, ""
-            request_id = f"{workflow.info().workflow_id}/{workflow.info().run_id[:8]}/{attempt}"
-            request = LeaseRequest(
-                request_id=request_id,
-                run=spec.run,
-                role="trainer",
-                tag="train",
-                candidates=nodes,
-                count=len(nodes),
-                priority=pipeline.TRAINER_PRIORITY,
-                owner=workflow.info().workflow_id,
-                spec=spec,
-            )
-            if not await calls.tell(self.task.pool, "request", request):
-                raise ApplicationError(
-                    f"{self.task.pool} does not run: start the node agents first", non_retryable=True
-                )
-            try:
-                await self._until(f"the gang on {', '.join(nodes)}", lambda: self._ready() or bool(self.lost))
-            except _Stopped:
-                await calls.tell(
-                    self.task.pool, "withdraw", WithdrawRequest(request_id=request_id, reason="step stopped")
-                )
-                raise
+            if self.lease is None:
+                await self._request(nodes, attempt)
+            await self._until(f"the gang on {', '.join(nodes)}", lambda: self._ready() or bool(self.lost))
             if self.lease is not None and self._ready():
                 return self.lease
         raise ApplicationError(
@@ -203,6 +240,23 @@ class RlStep:
             type="TrainerError",
             non_retryable=True,
         )
+
+    async def _request(self, nodes: tuple[str, ...], attempt: int) -> None:
+        self.lost = ""
+        request = LeaseRequest(
+            request_id=f"{workflow.info().workflow_id}/{workflow.uuid4().hex[:8]}/{attempt}",
+            run=self.task.spec.run,
+            role="trainer",
+            tag="train",
+            candidates=nodes,
+            count=len(nodes),
+            priority=pipeline.TRAINER_PRIORITY,
+            owner=self.task.owner,
+            spec=self.task.spec,
+        )
+        if not await calls.tell(self.task.pool, "request", request):
+            raise ApplicationError(f"{self.task.pool} does not run: start the node agents first", non_retryable=True)
+        self.requested = request.request_id
 
     async def _train(self, lease: LeaseEvent) -> list[TrainOutcome] | None:
         """Send the batch to every member; None if the gang was lost (``self.lost`` says why)."""
@@ -214,7 +268,7 @@ class RlStep:
             await self._until("the update", lambda: _settled(handles) or bool(self.lost))
             if self.lost and not all(h.done() for h in handles):
                 return None
-            outcomes = [await handle for handle in handles]
+            return [await handle for handle in handles]
         except ActivityError as error:
             self.lost = self.lost or calls.reason_of(error)
             return None
@@ -222,9 +276,6 @@ class RlStep:
             for handle in handles:
                 if not handle.done():
                     handle.cancel()
-            if self.lost or self.stopping:
-                await self._let_go(lease, self.lost or "the run stops")
-        return outcomes
 
     def _train_on(
         self, node: str, lease: LeaseEvent, manifest: ManifestRef, limit: float
@@ -248,8 +299,10 @@ class RlStep:
             summary=f"step {self.task.step} on {node}",
         )
 
-    async def _commit(self, outcomes: list[TrainOutcome], figures: dict[str, float]) -> StepResult:
-        """Commit the checkpoint in the ledger, before any engine hears of its weights; then give the nodes back."""
+    async def _commit(
+        self, outcomes: list[TrainOutcome], figures: dict[str, float]
+    ) -> tuple[CheckpointRef, dict[str, float]]:
+        """Commit the checkpoint in the ledger, before any engine hears of its weights."""
         self._set_phase("committing")
         checkpoint = next((o.checkpoint for o in outcomes if o.checkpoint), None)
         if checkpoint is None:
@@ -261,19 +314,17 @@ class RlStep:
             step=self.task.step,
             checkpoint=checkpoint,
             metrics=metrics,
-            intervals=tuple(TrainInterval(node=o.node, start=o.start, end=o.end) for o in outcomes),
-            keep_weights=pipeline.policy_of(self.task.spec).staleness + SPARE_VERSIONS,
+            intervals=(
+                *self.head_start.busy,
+                *(TrainInterval(node=o.node, start=o.start, end=o.end) for o in outcomes),
+            ),
+            keep_weights=self.task.policy.staleness + SPARE_VERSIONS,
         )
         committed = await calls.on_control(
             "commit_step", commit, CheckpointRef, summary=f"commit version {checkpoint.version}"
         )
-        if self.lease is not None:
-            await self._let_go(self.lease, f"step {self.task.step} is trained")
         self._set_phase("done")
-        return StepResult(outcome="trained", step=self.task.step, checkpoint=committed, metrics=metrics)
-
-    async def _let_go(self, lease: LeaseEvent, reason: str) -> None:
-        await calls.tell(calls.lease_id(lease.lease, lease.epoch), "revoke", Revoke(reason=reason))
+        return committed, metrics
 
     # Helpers
 
@@ -283,10 +334,6 @@ class RlStep:
     def _ready(self) -> bool:
         return self.lease is not None and self.lease.state == "ready"
 
-    def _lease_over(self, event: LeaseEvent) -> None:
-        if self.lease is not None and event.epoch == self.lease.epoch:
-            self.lost = event.reason or event.state
-
     async def _until(self, what: str, condition: Callable[[], bool]) -> None:
         """A named wait that a stop ends."""
         self.waiting_for = what
@@ -294,12 +341,18 @@ class RlStep:
         await workflow.wait_condition(lambda: self.stopping or condition())
         self.waiting_for = ""
         if self.stopping and not condition():
+            await self._take_back_request()
             raise _Stopped
 
     def _waiting(self) -> str:
         return (
             f"{self.waiting_for} ({self.queue_notice})" if self.waiting_for and self.queue_notice else self.waiting_for
         )
+
+    async def _take_back_request(self) -> None:
+        if self.requested and self.lease is None:
+            order = WithdrawRequest(request_id=self.requested, reason="the step was stopped")
+            await calls.tell(self.task.pool, "withdraw", order)
 
     def _set_phase(self, phase: str) -> None:
         self.phase = phase
@@ -341,8 +394,7 @@ def _figures(claim: ClaimResult | None) -> dict[str, float]:
         "groups_zero_variance": float(claim.zero_variance),
         "groups_stale": float(claim.stale),
     }
-    if claim.reward_mean is not None:
-        figures["reward_mean"] = claim.reward_mean
-    if claim.reward_std is not None:
-        figures["reward_std"] = claim.reward_std
+    for name in ("reward_mean", "reward_std", "length_bias", "age_bias"):
+        if (value := getattr(claim, name)) is not None:
+            figures[name] = value
     return figures

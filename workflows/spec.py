@@ -53,6 +53,9 @@ class ModelSpec(Spec):
 class DataSpec(Spec):
     path: str
     """JSONL file; one task a line, any JSON object. Its line number is its position; agent and reward see it whole."""
+    source: str | None = None
+    """Your own tasks: ``package.module:factory``, called with ``path``. It returns a sequence of JSON objects, which is
+    shuffled and repeated as a file is, or any iterable, whose order is kept and which ends when it does."""
     held_out: str | None = None
     """JSONL file of tasks that are never trained on; used by the evaluation."""
     epochs: int | None = Field(default=None, ge=1)
@@ -215,15 +218,23 @@ class PipelineSpec(Spec):
     max_staleness: int | None = Field(default=None, ge=0)
     """How many updates old the weights that started a group may be when it is trained. None: 1 with ``off_policy`` and
     ``multiplexed``; the other pipelines are on policy and take no such bound."""
+    policy: str | None = None
+    """Your own pipeline in place of ``name``: ``package.module:factory``, called with this section and the number of
+    groups per step; it returns an object with the fields and methods of a built-in policy."""
+    selection: str = "ordinal"
+    """Which complete groups make a batch. ``ordinal``: the oldest tasks; ``completion``: those complete first; or your
+    own: ``package.module:function``, called with the complete groups and how many are wanted."""
     target_in_flight: int = Field(default=64, ge=1)
-    """Sessions kept running."""
+    """Sessions kept running; fewer where the engines with a route cannot take so many."""
     batch_time_limit_s: float = Field(default=600.0, gt=0)
     """A step waits at most this long for its groups, then takes what is complete."""
     hold_limit_s: float = Field(default=600.0, gt=0)
     """A request waits at most this long for a route before its session ends as an infrastructure failure."""
 
     @model_validator(mode="after")
-    def _staleness_can_act(self) -> PipelineSpec:
+    def _everything_can_act(self) -> PipelineSpec:
+        if self.selection not in ("ordinal", "completion") and ":" not in self.selection:
+            raise ValueError(f"selection {self.selection!r}: say ordinal, completion or package.module:function")
         if self.max_staleness and self.name in ("colocated", "disaggregated", "micro_batch"):
             raise ValueError(
                 f"max_staleness {self.max_staleness} does nothing with the on-policy pipeline {self.name!r}: remove it"
@@ -336,6 +347,7 @@ class RunSpec(Spec):
                 raise ValueError(f"nodes: no node has the tag {tag!r}: a run needs at least one")
         self._someone_rolls_out()
         self._algorithm_can_act()
+        self._parts_add_up()
         if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1"
@@ -371,6 +383,19 @@ class RunSpec(Spec):
                     f"nodes: {node.id!r} has the tag {idle[0]!r} without 'train', but the trainer's ranks hold critic "
                     "and reference: give it both tags"
                 )
+
+    def _parts_add_up(self) -> None:
+        """Gradients of parts add up to the batch's only where no part needs to know the others."""
+        a = self.algorithm
+        local = a.advantage_used in ("grpo", "dr_grpo", "rloo") and not (a.kl != "none" and a.kl_in == "reward")
+        if self.pipeline.name == "micro_batch" and not (
+            local and not a.several_steps and a.correction_level == "token"
+        ):
+            raise ValueError(
+                "pipeline.name 'micro_batch' accumulates gradients before the batch is whole: it needs an advantage "
+                "within the group (grpo, dr_grpo, rloo), one optimizer step a batch, correction_level token, and no KL "
+                "in the reward"
+            )
 
     def digest(self) -> str:
         """sha256 over the canonical JSON of the run file: two files with one digest ask for the same run."""

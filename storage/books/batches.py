@@ -11,11 +11,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from storage.books.database import Part
+from storage.books.flow import waiting_groups
 from storage.books.groups import STALE, ZERO_VARIANCE, end_group
 from storage.books.records import TRAIN, BatchClaim, Checkpoint, GroupRef, ManifestRef, RewoundStep, State
 from storage.books.runs import lock_run
 from storage.books.schema import batches, checkpoints, groups, runs, samples
-from storage.errors import FencedError, IntegrityError, NotFoundError
+from storage.errors import ConfigError, FencedError, IntegrityError, NotFoundError
+from workflows.scheduling.selection import Selection, ordinal_window
 
 REWOUND = "rewound"
 """State of a batch whose claim moved to a newer lineage."""
@@ -34,8 +36,11 @@ class Batches(Part):
         drop_zero_variance: bool,
         min_version: int,
         take_partial: bool,
+        select: Selection = ordinal_window,
     ) -> BatchClaim | None:
-        """Claim ``groups`` groups for a step in ordinal order; the same (run, lineage, step) gives the same claim.
+        """Claim ``groups`` groups for a step; the same (run, lineage, step) gives the same claim.
+
+        ``select`` chooses them among the complete ones, by default in ordinal order; it is called in the transaction.
 
         Groups started with weights older than ``min_version`` (or with no known
         version at all) end ``filtered(stale)`` and do not count. Groups without
@@ -58,11 +63,24 @@ class Batches(Part):
             stale = [row for row in waiting if row.start_version is None or row.start_version < min_version]
             for row in stale:
                 end_group(connection, run, TRAIN, row.ordinal, STALE, lineage=lineage, step=step)
-            fresh = [row for row in waiting if row not in stale][:groups]
+            fresh = [row for row in waiting if row not in stale]
             if len(fresh) < (1 if take_partial else groups):
                 return None
+            fresh = _selected(connection, run, fresh, min(groups, len(fresh)), select)
             _claim(connection, run, lineage, step, fresh, drop_zero_variance)
             return _read_claim(connection, run, lineage, step)
+
+    def waiting_refs(self, run: str, ordinals: Sequence[int]) -> tuple[GroupRef, ...]:
+        """Shards of complete groups that no step has claimed; those that one has are left out."""
+        waiting = (groups.c.run == run) & (groups.c.stream == TRAIN) & groups.c.ordinal.in_(ordinals)
+        query = sa.select(groups).where(waiting, groups.c.state == State.GROUPED)
+        members = sa.select(samples).where(samples.c.run == run, samples.c.stream == TRAIN)
+        members = members.where(samples.c.ordinal.in_(ordinals), samples.c.state == State.GROUPED)
+        with self._db.read() as connection:
+            by_ordinal = {row.ordinal: row for row in connection.execute(query)}
+            rows = connection.execute(members.order_by(samples.c.ordinal, samples.c.sample)).all()
+        found = ((int(ordinal), list(rows)) for ordinal, rows in groupby(rows, key=lambda row: row.ordinal))
+        return tuple(_group_ref(by_ordinal[ordinal], rows) for ordinal, rows in found if ordinal in by_ordinal)
 
     def batch(self, run: str, lineage: int, step: int) -> BatchClaim | None:
         """The claim of a step, if it was made."""
@@ -200,6 +218,19 @@ def _set_lineage(connection: sa.Connection, run: str, lineage: int) -> None:
 def _waiting_groups(connection: sa.Connection, run: str) -> Sequence[sa.Row[Any]]:
     query = sa.select(groups).where(groups.c.run == run, groups.c.stream == TRAIN, groups.c.state == State.GROUPED)
     return connection.execute(query.order_by(groups.c.ordinal)).all()
+
+
+def _selected(
+    connection: sa.Connection, run: str, fresh: list[sa.Row[Any]], wanted: int, select: Selection
+) -> list[sa.Row[Any]]:
+    by_ordinal = {row.ordinal: row for row in fresh}
+    chosen = select(waiting_groups(connection, run, fresh), wanted)
+    if len(set(chosen)) != len(chosen) or not 0 < len(chosen) <= wanted or not set(chosen) <= by_ordinal.keys():
+        raise ConfigError(
+            f"pipeline.selection chose {list(chosen)!r} of the complete groups {sorted(by_ordinal)!r}: it must choose "
+            f"between 1 and {wanted} of them, each once"
+        )
+    return [by_ordinal[ordinal] for ordinal in sorted(chosen)]
 
 
 def _claim(

@@ -118,7 +118,8 @@ class Groups(Part):
             versions = [row.min_version for row in scored if row.min_version is not None]
             values: dict[str, Any] = {"run": run, "stream": stream, "ordinal": ordinal, "shard_key": shard_key}
             values |= {"sha256": sha256, "state": State.GROUPED, "rewards": [row.reward for row in scored]}
-            connection.execute(groups.insert().values(**values, start_version=min(versions, default=None)))
+            values |= {"start_version": min(versions, default=None), "completed": time.time()}
+            connection.execute(groups.insert().values(**values))
 
     def filter_group(self, run: str, stream: str, ordinal: int, cause: str) -> int:
         """scored or grouped -> filtered(cause) for the group's samples; returns how many changed."""

@@ -15,6 +15,10 @@ TRAIN = "train"
 """The stream whose groups are trained on."""
 
 
+END_OF_DATA = "end_of_data"
+"""Cause with which samples fail for which there is no task: a source told only then that it had ended."""
+
+
 class State(enum.StrEnum):
     """Where a sample stands. The last three are terminal: nothing leaves them."""
 
@@ -142,6 +146,8 @@ class Admission:
     samples_per_task: int
     paused: bool
     produced: int
+    per_route: int | None = None
+    """Sequences that the engine behind an open route decodes together; bounds what runs. None: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,33 @@ class GroupRef:
     sessions: tuple[str, ...]
     rewards: tuple[float, ...]
     start_version: int | None
+
+
+@dataclass(frozen=True)
+class WaitingGroup:
+    """A complete group that no step has claimed yet: what a batch is selected from.
+
+    ``completed`` is unix seconds, 0 where it is not known; ``tokens`` are the trainable tokens of its samples.
+    """
+
+    ordinal: int
+    start_version: int
+    rewards: tuple[float, ...]
+    completed: float
+    tokens: int
+
+
+class Flow(NamedTuple):
+    """How groups of the training stream come in.
+
+    ``ready``: complete and not too old. ``in_flight``: begun and not complete. ``supply``: not complete, those that may
+    still begin included. ``rate``: completed per second, by the last few; 0 where nobody knows.
+    """
+
+    ready: int
+    in_flight: int
+    supply: int
+    rate: float
 
 
 @dataclass(frozen=True)

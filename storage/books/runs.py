@@ -67,13 +67,17 @@ class Runs(Part):
         target_in_flight: int,
         samples_per_task: int,
         paused: bool = False,
+        per_route: int | None = None,
     ) -> None:
         """Let the ordinals ``[0, admit_until)`` start, at most ``target_in_flight`` samples at a time.
+
+        ``per_route``: sequences that the engine of each open route decodes together, which bounds what runs too.
 
         Raises:
             ConfigError: ``samples_per_task`` differs from what the stream started with.
         """
-        values = {"admit_until": admit_until, "target_in_flight": target_in_flight, "paused": paused}
+        limits = {"admit_until": admit_until, "target_in_flight": target_in_flight, "per_route": per_route}
+        values: dict[str, Any] = {**limits, "paused": paused}
         with self._db.write() as connection:
             lock_run(connection, run)
             here = (streams.c.run == run) & (streams.c.stream == stream)

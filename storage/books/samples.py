@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -10,8 +11,9 @@ import sqlalchemy as sa
 from storage.books.database import Part
 from storage.books.records import ReleasedSample, SampleClaim, SampleKey, SampleRow, State
 from storage.books.runs import in_stream, lock_run, stream_row
-from storage.books.schema import attempts, samples, sessions, streams
+from storage.books.schema import attempts, routes, samples, sessions, streams
 from storage.errors import ConfigError, FencedError, NotFoundError
+from workflows.scheduling.admission import AdmissionFacts, may_start
 
 FAILABLE = (State.RUNNING, State.FINISHED, State.SCORED)
 _KEY = ("run", "stream", "ordinal", "sample")
@@ -32,6 +34,7 @@ _QUEUED = (
     .order_by(samples.c.ordinal, samples.c.sample)
     .limit(sa.bindparam("limit"))
 )
+_ROUTES = sa.select(sa.func.count()).where(_matches(routes, "run"), routes.c.state.in_(("open", "held")))
 _SESSION = sa.select(sessions.c.session).where(_matches(sessions, *_KEY, "attempt")).limit(1)
 _CLOSE = (
     sessions.update()
@@ -47,17 +50,18 @@ class Samples(Part):
     def claim_samples(self, run: str, stream: str, worker: str, limit: int) -> list[SampleClaim]:
         """Start up to ``limit`` samples: retries first, then new ones in ordinal order, a group before the next.
 
-        Never lets more than ``target_in_flight`` run; nothing while paused or past ``admit_until``.
+        Never lets more than ``target_in_flight`` run, nor more than the engines with a route can take; nothing while
+        paused or past ``admit_until``.
         """
         with self._db.write() as connection:
             lock_run(connection, run)
             admission = stream_row(connection, run, stream)
-            running = connection.scalar(_RUNNING, {"at_run": run, "at_stream": stream}) or 0
-            free = min(limit, admission.target_in_flight - running)
-            if free <= 0 or admission.paused:
+            if admission.paused:
                 return []
-            claims = _start_queued(connection, run, stream, worker, free)
-            claims += _start_new(connection, admission, worker, free - len(claims))
+            queued = connection.execute(_QUEUED, {"at_run": run, "at_stream": stream, "limit": limit}).all()
+            again, new = may_start(_admission_facts(connection, admission), len(queued))
+            claims = _start_again(connection, admission, worker, queued[:again])
+            claims += _start_new(connection, admission, worker, min(new, limit - len(claims)))
         return claims
 
     def release_worker(self, run: str, stream: str, worker: str, *, max_attempts: int) -> list[ReleasedSample]:
@@ -194,21 +198,40 @@ def _close_sessions(connection: sa.Connection, key: SampleKey, attempt: int) -> 
     connection.execute(_CLOSE, {**_at(key, attempt), "now": time.time()})
 
 
-def _start_queued(connection: sa.Connection, run: str, stream: str, worker: str, limit: int) -> list[SampleClaim]:
-    rows = connection.execute(_QUEUED, {"at_run": run, "at_stream": stream, "limit": limit}).all()
+def _admission_facts(connection: sa.Connection, admission: sa.Row[Any]) -> AdmissionFacts:
+    run, stream = admission.run, admission.stream
+    return AdmissionFacts(
+        produced=admission.produced,
+        running=connection.scalar(_RUNNING, {"at_run": run, "at_stream": stream}) or 0,
+        admit_until=admission.admit_until,
+        samples_per_task=admission.samples_per_task,
+        target_in_flight=admission.target_in_flight,
+        capacity=None if admission.per_route is None else _routes(connection, run) * admission.per_route,
+    )
+
+
+def _routes(connection: sa.Connection, run: str) -> int:
+    """Engines of the run; a route that is held for new weights will be open again."""
+    return connection.scalar(_ROUTES, {"at_run": run}) or 0
+
+
+def _start_again(
+    connection: sa.Connection, admission: sa.Row[Any], worker: str, rows: Sequence[sa.Row[*tuple[Any, ...]]]
+) -> list[SampleClaim]:
+    run, stream = admission.run, admission.stream
     claims = [SampleClaim(SampleKey(run, stream, row.ordinal, row.sample), row.attempt) for row in rows]
     for claim in claims:
         set_sample(connection, claim.key, state=State.RUNNING, worker=worker, session=None)
     return claims
 
 
-def _start_new(connection: sa.Connection, admission: sa.Row[Any], worker: str, limit: int) -> list[SampleClaim]:
+def _start_new(connection: sa.Connection, admission: sa.Row[Any], worker: str, count: int) -> list[SampleClaim]:
+    if count <= 0:
+        return []
     run, stream, per_task = admission.run, admission.stream, admission.samples_per_task
     # Samples start in order, so their count is the position of the next one.
     first = admission.produced
-    last = min(first + limit, admission.admit_until * per_task)
-    if last <= first:
-        return []
+    last = first + count
     claims = [SampleClaim(SampleKey(run, stream, n // per_task, n % per_task), 1) for n in range(first, last)]
     start = {"run": run, "stream": stream, "attempt": 1, "state": State.RUNNING, "worker": worker}
     rows = [{**start, "ordinal": claim.key.ordinal, "sample": claim.key.sample} for claim in claims]

@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 
-VERSION = 3
+VERSION = 4
 """Of the schema; older databases are brought up to it (:mod:`storage.books.upgrade`), others are refused."""
 
 metadata = MetaData()
@@ -80,6 +80,7 @@ streams = Table(
     Column("samples_per_task", Integer, nullable=False),
     Column("paused", Boolean, nullable=False),
     Column("produced", BigInteger, nullable=False),
+    Column("per_route", Integer),
 )
 
 samples = Table(
@@ -141,6 +142,7 @@ groups = Table(
     Column("rewards", Json, nullable=False),
     Column("lineage", Integer),
     Column("step", Integer),
+    Column("completed", Float),
     Index("groups_by_state", "run", "stream", "state", "ordinal"),
 )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.schema import CreateColumn
 
-from storage.books.schema import VERSION, about, metadata, runs, sessions
+from storage.books.schema import VERSION, about, groups, metadata, runs, sessions, streams
 
 
 def _from_2(connection: sa.Connection) -> None:
@@ -24,15 +25,26 @@ def _from_2(connection: sa.Connection) -> None:
         "forks",
         "collected",
     ):
-        column = CreateColumn(sessions.c[name]).compile(dialect=connection.dialect)
-        connection.exec_driver_sql(f"ALTER TABLE sessions ADD COLUMN {column}")
+        _add(connection, sessions.c[name])
     # Nobody noted when they began or ended: the start of their run is a bound for both.
     began = sa.select(runs.c.created).where(runs.c.run == sessions.c.run).scalar_subquery()
     connection.execute(sessions.update().values(created=sa.func.coalesce(began, 0.0)))
     connection.execute(sessions.update().where(sessions.c.closed).values(ended=sessions.c.created))
 
 
-_STEPS: Mapping[str, Callable[[sa.Connection], None]] = {"2": _from_2}
+def _from_3(connection: sa.Connection) -> None:
+    """Groups know when they were complete, streams what an open route lets run."""
+    _add(connection, groups.c.completed)
+    _add(connection, streams.c.per_route)
+
+
+def _add(connection: sa.Connection, column: sa.Column[Any]) -> None:
+    definition = CreateColumn(column).compile(dialect=connection.dialect)
+    connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")
+
+
+_STEPS: Mapping[str, Callable[[sa.Connection], None]] = {"2": _from_2, "3": _from_3}
+"""From a version to the next."""
 
 
 def prepare(connection: sa.Connection) -> str:
@@ -45,7 +57,8 @@ def prepare(connection: sa.Connection) -> str:
     if found is None:
         connection.execute(about.insert().values(name="schema", value=str(VERSION)))
     elif found in _STEPS:
-        _STEPS[found](connection)
+        for version in range(int(found), VERSION):
+            _STEPS[str(version)](connection)
         connection.execute(about.update().where(about.c.name == "schema").values(value=str(VERSION)))
     elif found != str(VERSION):
         return str(found)

@@ -18,6 +18,7 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 
 from activities.beat import beating
+from activities.layers import policy_for, policy_view
 from storage.errors import GangLost
 from workers.control import control_worker
 from workers.temporal import activity_worker
@@ -37,12 +38,17 @@ from workflows.messages import (
     EngineTask,
     EvaluationInput,
     EvaluationOutcome,
+    FlowInput,
+    FlowView,
     GangProbe,
     GangView,
     ManifestRef,
     MemberReport,
     NodeInfo,
     NodeRun,
+    PartInput,
+    PartResult,
+    PolicyView,
     PoolStatus,
     RewindInput,
     RouteInput,
@@ -51,6 +57,7 @@ from workflows.messages import (
     RunStatus,
     StreamInput,
     TrainerTask,
+    TrainInterval,
     TrainOutcome,
     TrainTask,
     WeightsRef,
@@ -103,9 +110,14 @@ class FakeWorld:
         self.on_load: Callable[[EngineTask], Awaitable[None]] = _no_load_fault
         self.unloadable: set[int] = set()
         """Versions in place of which an engine that starts serves what it had before."""
+        self.leftover = 0
+        """Samples that still run when a batch is claimed."""
+        self.data_end: int | None = None
+        """Steps there is data for."""
         self.stream_error = ""
         self.paused = False
         self.admitted: list[int] = []
+        self.flow = FlowView(ready=0, wanted=2, supply=2, in_flight=2, rate=0.001)
         self.epochs: Counter[str] = Counter()
         self._seq = itertools.count(1)
 
@@ -172,7 +184,7 @@ class FakeWorld:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(control_worker(self.client, self._control()))
             for node in NODES if self.plays_nodes else ():
-                work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step]
+                work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step, self.accumulate]
                 control: list[Any] = [
                     self.engine_load,
                     self.engine_hold,
@@ -190,8 +202,9 @@ class FakeWorld:
 
     def _control(self) -> list[Any]:
         names = (
-            "prepare_run rewind finish_run record_command set_admission pause_admission set_rate claim_batch "
-            "commit_step latest_checkpoint latest_weights open_evaluation wait_evaluation put_route close_route"
+            "pipeline_policy admit_step group_flow prepare_run rewind finish_run record_command "
+            "pause_admission set_rate claim_batch next_part commit_step latest_checkpoint latest_weights "
+            "open_evaluation wait_evaluation put_route close_route"
         )
         return [getattr(self, name) for name in names.split()]
 
@@ -219,8 +232,16 @@ class FakeWorld:
         self.log.append(f"audit {entry.what} by {entry.actor}")
 
     @activity.defn
-    async def set_admission(self, task: AdmissionInput) -> None:
-        self.admitted.append(task.admit_until)
+    async def pipeline_policy(self, spec: RunSpec) -> PolicyView:
+        return policy_view(spec)
+
+    @activity.defn
+    async def group_flow(self, task: FlowInput) -> FlowView:
+        return self.flow
+
+    @activity.defn
+    async def admit_step(self, task: AdmissionInput) -> None:
+        self.admitted.append(policy_for(task.spec).admit_until(task.step))
         self.paused = task.paused
 
     @activity.defn
@@ -236,11 +257,20 @@ class FakeWorld:
     async def claim_batch(self, task: ClaimInput) -> ClaimResult:
         self.log.append(f"wait for batch {task.step}")
         await beating(self.claims_open.wait())
+        if task.step == self.data_end:
+            raise ApplicationError("the data has ended", type="EndOfData", non_retryable=True)
         self.log.append(f"claim {task.lineage}.{task.step}")
         manifest = ManifestRef(step=task.step, key=f"m{task.step}", digest=f"{task.step:064d}")
         self.claimed[task.step] = manifest
         return ClaimResult(
-            manifest=manifest, groups=2, zero_variance=0, stale=0, reward_mean=0.5, reward_std=0.5, waited_s=0
+            manifest=manifest,
+            groups=2,
+            zero_variance=0,
+            stale=0,
+            reward_mean=0.5,
+            reward_std=0.5,
+            waited_s=0,
+            pending=self.leftover,
         )
 
     @activity.defn
@@ -323,6 +353,18 @@ class FakeWorld:
         await self._until_parked(f"ranks {task.node}", self.rank_died.wait())
         self.gang = None
         raise GangLost("rank 0 has died")
+
+    @activity.defn
+    async def accumulate(self, task: TrainTask) -> TrainInterval:
+        self.log.append(f"accumulate {task.manifest.key}")
+        return TrainInterval(node=task.node, start=0.5, end=0.75)
+
+    @activity.defn
+    async def next_part(self, task: PartInput) -> PartResult:
+        if task.done:
+            await beating(asyncio.Event().wait())
+        manifest = ManifestRef(step=task.step, key=f"part of {task.step}", digest=f"{task.step:064d}")
+        return PartResult(manifest=manifest, ordinals=(0,))
 
     @activity.defn
     async def train_step(self, task: TrainTask) -> TrainOutcome:

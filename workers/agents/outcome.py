@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Status = Literal["ok", "error", "timeout", "infra", "missing", "invalid"]
+Status = Literal["ok", "error", "timeout", "infra", "missing", "invalid", "end"]
 DETAIL_LIMIT = 4000
 
 
@@ -16,7 +16,8 @@ class Outcome:
     """``ok`` with a value, or why there is none.
 
     ``error`` and ``timeout`` are the user code's own doing; ``infra`` is not, and is tried again; ``missing`` and
-    ``invalid`` are rewards that are no finite number. ``detail`` is the end of a traceback or of stderr.
+    ``invalid`` are rewards that are no finite number; ``end`` means that the data has no such task.
+    ``detail`` is the end of a traceback or of stderr.
     """
 
     status: Status

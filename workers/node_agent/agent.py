@@ -63,6 +63,7 @@ class NodeAgent:
             activities.engine_supervise,
             activities.trainer_supervise,
             activities.train_step,
+            activities.accumulate,
         ]
         control: list[Callable[..., Any]] = [
             activities.engine_load,

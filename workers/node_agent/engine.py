@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 DEAD_POLL_S = 0.2
 DRAIN_LIMIT_S = 10.0
+DRAIN_POLL_S = 0.01
+"""Short: whoever waits for the node waits for this."""
 HANG_LIMIT_S = 60.0
 PROBE_EVERY_S = 2.0
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -277,7 +279,7 @@ class EngineHost:
             if not aborted:
                 await engine.abort(None)
                 aborted = True
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _answers(self, found: EngineResidency) -> bool:
         try:

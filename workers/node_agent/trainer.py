@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from storage.errors import DeadlineError, GangLost, SeamlessFlowError, TrainerError
 from storage.ports import free_port
@@ -24,6 +24,7 @@ from workflows.messages import (
     CheckpointRef,
     GangView,
     TrainerTask,
+    TrainInterval,
     TrainOutcome,
     TrainTask,
     WeightsRef,
@@ -32,6 +33,14 @@ from workflows.messages import (
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Answer = TypeVar("_Answer", covariant=True)
+
+
+class _Ask(Protocol[_Answer]):
+    """A method of :class:`TrainerClient` that has a batch worked on."""
+
+    async def __call__(self, client: TrainerClient, request: UpdateRequest, /, *, deadline_s: float) -> _Answer: ...
+
 
 START_LIMIT_S = 600.0
 POLL_S = 0.1
@@ -121,18 +130,8 @@ class TrainerHost:
 
     async def update(self, task: TrainTask) -> TrainOutcome:
         """Send one update to every rank of the node; all of them or none answer with a result."""
-        found = GangResidency.read(self._file)
-        if found is None or found.gang != task.gang:
-            raise GangLost(f"gang {task.gang} is not on {self._node} (here: {found.gang if found else 'none'})")
         start = time.time()
-        watch = asyncio.ensure_future(self.until_dead(task.gang))
-        calls = [asyncio.ensure_future(self._update_rank(rank, task)) for rank in found.ranks]
-        try:
-            results = await _all_or_first(calls, watch)
-        except DeadlineError as error:
-            raise GangLost(f"step {task.manifest.step} took longer than {task.time_limit_s:g} s: {error}") from error
-        finally:
-            await _cancel(watch, *calls)
+        found, results = await self._ask_ranks(task, TrainerClient.update)
         leader = results[0] if found.ranks[0] == 0 else None
         return TrainOutcome(
             node=self._node,
@@ -141,6 +140,25 @@ class TrainerHost:
             checkpoint=_checkpoint(leader) if leader else None,
             metrics={k: float(v) for k, v in results[0].metrics.model_dump().items()},
         )
+
+    async def accumulate(self, task: TrainTask) -> TrainInterval:
+        """Have every rank of the node compute gradients ahead of the step; when that was."""
+        start = time.time()
+        await self._ask_ranks(task, TrainerClient.accumulate)
+        return TrainInterval(node=self._node, start=start, end=time.time())
+
+    async def _ask_ranks(self, task: TrainTask, ask: _Ask[_T]) -> tuple[GangResidency, list[_T]]:
+        found = GangResidency.read(self._file)
+        if found is None or found.gang != task.gang:
+            raise GangLost(f"gang {task.gang} is not on {self._node} (here: {found.gang if found else 'none'})")
+        watch = asyncio.ensure_future(self.until_dead(task.gang))
+        calls = [asyncio.ensure_future(self._ask_rank(rank, task, ask)) for rank in found.ranks]
+        try:
+            return found, await _all_or_first(calls, watch)
+        except DeadlineError as error:
+            raise GangLost(f"step {task.manifest.step} took longer than {task.time_limit_s:g} s: {error}") from error
+        finally:
+            await _cancel(watch, *calls)
 
     async def end(self, run: str) -> None:
         """End the ranks if they belong to ``run``."""
@@ -218,7 +236,7 @@ class TrainerHost:
         async with self._client(rank) as client:
             return await client.wait_ready(deadline_s=START_LIMIT_S)
 
-    async def _update_rank(self, rank: int, task: TrainTask) -> UpdateResult:
+    async def _ask_rank(self, rank: int, task: TrainTask, ask: _Ask[_T]) -> _T:
         request = UpdateRequest(
             lineage=task.lineage,
             step=task.manifest.step,
@@ -227,7 +245,7 @@ class TrainerHost:
             epoch=task.epoch,
         )
         async with self._client(rank) as client:
-            return await client.update(request, deadline_s=task.time_limit_s)
+            return await ask(client, request, deadline_s=task.time_limit_s)
 
     async def _status(self, rank: int) -> TrainerStatus:
         async with self._client(rank) as client:

@@ -101,7 +101,9 @@ def _make_trainer(launch: Launch) -> Trainer:
     return Trainer(
         launch,
         DeepSpeedBackend(launch),
-        lambda request: read_batch(store, request, launch.spec.run, launch.spec.algorithm),
+        lambda request, without=frozenset(): read_batch(
+            store, request, launch.spec.run, launch.spec.algorithm, without
+        ),
         CheckpointFolder(state.checkpoints(launch.spec.run)),
         WeightsStore(state.weights(launch.spec.run)),
     )

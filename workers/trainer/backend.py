@@ -45,6 +45,17 @@ class TrainingBackend(Protocol):
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
         """One optimizer step on the gradient of the summed loss of all micro-batches of all ranks."""
 
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
+        """Add ``scale`` times the gradient of their loss to what :meth:`finish` will use; their sums over all ranks."""
+        ...
+
+    def finish(self, scale: float) -> float:
+        """One optimizer step on ``scale`` times what was accumulated; the gradient's global norm before clipping."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was accumulated."""
+
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         """Log-probs of the trained tokens under the weights held now; nothing changes."""
 

@@ -37,6 +37,8 @@ class Batch:
     groups: int
     masked: int
     """Completion tokens that stay context."""
+    shards: frozenset[str] = frozenset()
+    """Digests of its groups' shards."""
 
     @property
     def rows(self) -> tuple[WeightedTrajectory, ...]:
@@ -61,8 +63,14 @@ class Batch:
         return self.columns().version_N if self.rows else np.empty(0, np.int32)
 
 
-def read_batch(store: ObjectStore, request: UpdateRequest, run: str, algorithm: AlgorithmSpec) -> Batch:
-    """Fetch, verify, weigh.
+def read_batch(
+    store: ObjectStore,
+    request: UpdateRequest,
+    run: str,
+    algorithm: AlgorithmSpec,
+    without: frozenset[str] = frozenset(),
+) -> Batch:
+    """Fetch, verify, weigh; groups whose shard's digest is in ``without`` are left out.
 
     Every rank reads all shards: work is balanced over ranks by lengths, which only shards tell, and token ids are
     small beside what a rank computes from them.
@@ -83,8 +91,9 @@ def read_batch(store: ObjectStore, request: UpdateRequest, run: str, algorithm: 
     oldest = 0
     if algorithm.token_staleness is not None and algorithm.stale_tokens == "drop":
         oldest = manifest.step - algorithm.token_staleness
-    groups = [group_rows(decode(store.get(g.key, sha256=g.sha256)), g.sessions, oldest=oldest) for g in manifest.groups]
-    return weigh(groups, manifest, algorithm)
+    wanted = [g for g in manifest.groups if g.sha256 not in without]
+    groups = [group_rows(decode(store.get(g.key, sha256=g.sha256)), g.sessions, oldest=oldest) for g in wanted]
+    return replace(weigh(groups, manifest, algorithm), shards=frozenset(g.sha256 for g in wanted))
 
 
 def weigh(groups: Iterable[GroupRows], manifest: Manifest, algorithm: AlgorithmSpec) -> Batch:

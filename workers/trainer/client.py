@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from storage import errors
 from storage.errors import DeadlineError, GangLost, SeamlessFlowError, TrainerError
 from workers.trainer.launch import Residency
-from workers.trainer.messages import ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import Accumulated, ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
 
 _Answer = TypeVar("_Answer", bound=BaseModel)
 
@@ -59,6 +59,10 @@ class TrainerClient:
     async def update(self, request: UpdateRequest, *, deadline_s: float) -> UpdateResult:
         """Train one step. Repeating the call joins the running update or returns the committed result."""
         return await self._call("POST", "/update", request, UpdateResult, deadline_s)
+
+    async def accumulate(self, request: UpdateRequest, *, deadline_s: float) -> Accumulated:
+        """Have gradients computed ahead of a step. Repeating the call changes nothing."""
+        return await self._call("POST", "/accumulate", request, Accumulated, deadline_s)
 
     async def shutdown(self, *, deadline_s: float = 10.0) -> TrainerStatus:
         """The rank ends after its answer; a step in work is abandoned and left uncommitted."""

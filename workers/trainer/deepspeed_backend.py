@@ -104,17 +104,41 @@ class DeepSpeedBackend:
         return engine
 
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
+        sums = self.accumulate(batches, objective, 1.0)
+        self._engine.step()
+        return StepOutcome(sums, self._grad_norm())
+
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
         sums = StepSums()
         for batch in batches:
             loss, part = objective(self._logits(self._engine, batch), batch)
             sums.add(part)
             # DeepSpeed averages gradients over ranks; the weights in the loss already normalise over all of them.
-            self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
-        self._engine.step()
+            self._engine.backward(loss * (self.world_size * scale), scale_wrt_gas=False)
         total = StepSums()
         for part in self.gather(sums):
             total.add(part)
-        return StepOutcome(total, self._grad_norm())
+        return total
+
+    def finish(self, scale: float) -> float:
+        """DeepSpeed divides gradients by its loss scale where it clips them: one is set for the step alone."""
+        optimizer = self._engine.optimizer
+        if self._spec.trainer.zero_stage == 0:
+            for parameter in self._engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+            self._engine.step()
+            return self._grad_norm()
+        optimizer.override_loss_scale(1.0 / scale)
+        try:
+            self._engine.step()
+        finally:
+            optimizer.custom_loss_scaler = False
+        return self._grad_norm()
+
+    def forget(self) -> None:
+        self._engine.zero_grad()
+        self._engine.optimizer.zero_grad()
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return self._logprobs(self._engine, batches, temperature)

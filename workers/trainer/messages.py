@@ -139,6 +139,12 @@ class UpdateResult(Message):
     metrics: UpdateMetrics
 
 
+class Accumulated(Message):
+    """Gradients held ahead of the next step."""
+
+    groups: int
+
+
 class TrainerStatus(Message):
     """Answer of ``GET /status``."""
 

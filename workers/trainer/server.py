@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -23,13 +23,15 @@ from storage.errors import (
     TrainerError,
 )
 from workers.trainer.launch import Launch
-from workers.trainer.messages import ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import Accumulated, ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
 from workers.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from workers.trainer.trainer import Trainer  # imports torch
 
 _T = TypeVar("_T")
+_Identity = tuple[str, int, int, str]
+"""What is asked for, lineage, step, digest of the manifest."""
 _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -47,7 +49,7 @@ class ControlServer:
         self._epoch = launch.epoch
         self._last_error: str | None = None
         self._lost = False
-        self._running: tuple[UpdateRequest, asyncio.Task[UpdateResult]] | None = None
+        self._running: tuple[_Identity, asyncio.Task[Any]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._stopped = asyncio.Event()
 
@@ -55,6 +57,7 @@ class ControlServer:
         application = web.Application(middlewares=[self._edge])
         application.router.add_get("/status", self._get_status)
         application.router.add_post("/update", self._post_update)
+        application.router.add_post("/accumulate", self._post_accumulate)
         application.router.add_post("/shutdown", self._post_shutdown)
         return application
 
@@ -89,17 +92,26 @@ class ControlServer:
 
     async def update(self, request: UpdateRequest) -> UpdateResult:
         """Run an update, or join the one that runs. See :meth:`Trainer.update` for what it raises."""
+        return await self._run("update", request, lambda trainer: trainer.update(request))
+
+    async def accumulate(self, request: UpdateRequest) -> Accumulated:
+        """Compute gradients ahead of a step, or join who does. See :meth:`Trainer.accumulate` for what it raises."""
+        groups = await self._run("accumulate", request, lambda trainer: trainer.accumulate(request))
+        return Accumulated(groups=groups)
+
+    async def _run(self, what: str, request: UpdateRequest, work: Callable[[Trainer], _T]) -> _T:
         self._admit(request)
+        identity = (what, request.lineage, request.step, request.manifest_digest)
         if self._running is None:
             # A task of its own: a caller that goes away must not cut a collective operation short.
-            task = asyncio.create_task(self._train(request))
-            self._running = (request, task)
+            task: asyncio.Task[_T] = asyncio.create_task(self._train(request, work))
+            self._running = (identity, task)
         else:
             running, task = self._running
-            if _identity(running) != _identity(request):
+            if running != identity:
                 raise TrainerError(
                     f"step {request.step} of lineage {request.lineage} cannot start: "
-                    f"step {running.step} of lineage {running.lineage} is in work"
+                    f"{running[0]} of step {running[2]} of lineage {running[1]} is in work"
                 )
         return await asyncio.shield(task)
 
@@ -112,11 +124,11 @@ class ControlServer:
         if self._trainer is None:
             raise TrainerError("the trainer is still starting: wait for phase ready")
 
-    async def _train(self, request: UpdateRequest) -> UpdateResult:
+    async def _train(self, request: UpdateRequest, work: Callable[[Trainer], _T]) -> _T:
         assert self._trainer is not None  # noqa: S101  # _admit has checked it
         trainer = self._trainer
         try:
-            result = await self._work(lambda: trainer.update(request))
+            result = await self._work(lambda: work(trainer))
         except SeamlessFlowError as error:
             if isinstance(error, GangLost):
                 self._fail(error)
@@ -158,11 +170,11 @@ class ControlServer:
         return web.json_response(self.status().model_dump())
 
     async def _post_update(self, request: web.Request) -> web.Response:
-        try:
-            update = UpdateRequest.model_validate_json(await request.text())
-        except ValidationError as error:
-            raise InvalidRequest(f"update request: {error}") from error
-        result = await self.update(update)
+        result = await self.update(await _update_request(request))
+        return web.json_response(result.model_dump())
+
+    async def _post_accumulate(self, request: web.Request) -> web.Response:
+        result = await self.accumulate(await _update_request(request))
         return web.json_response(result.model_dump())
 
     async def _post_shutdown(self, _: web.Request) -> web.Response:
@@ -170,8 +182,11 @@ class ControlServer:
         return web.json_response(self.status().model_dump())
 
 
-def _identity(request: UpdateRequest) -> tuple[int, int, str]:
-    return (request.lineage, request.step, request.manifest_digest)
+async def _update_request(request: web.Request) -> UpdateRequest:
+    try:
+        return UpdateRequest.model_validate_json(await request.text())
+    except ValidationError as error:
+        raise InvalidRequest(f"update request: {error}") from error
 
 
 def _http_status(error: SeamlessFlowError) -> int:

@@ -68,6 +68,13 @@ def train_batch(batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend
     return _Work(batch, algorithm, backend, [_Part(*plan(rows)) for rows in batch.minibatches]).run()
 
 
+def accumulate_batch(
+    batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, plan: Planner, scale: float
+) -> Trained:
+    """The gradient of a batch of one optimizer step, ``scale`` times, without the step; collective."""
+    return _Work(batch, algorithm, backend, [_Part(*plan(rows)) for rows in batch.minibatches]).accumulate(scale)
+
+
 class _Work:
     def __init__(self, batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, parts: list[_Part]) -> None:
         self._batch, self._algorithm, self._backend, self._parts = batch, algorithm, backend, parts
@@ -76,9 +83,7 @@ class _Work:
         self._trained = Trained(StepSums(), tokens_per_pass=sum(part.tokens for part in parts))
 
     def run(self) -> Trained:
-        current_M = self._sampled_now()
-        self._trained.tokens_on_policy = int(current_M.sum())
-        self._fill({"current_N": current_M, **self._ask_models()})
+        self._prepare()
         norms: list[float] = []
         value_losses: list[float] = []
         for part in self._parts * self._algorithm.epochs:
@@ -99,7 +104,21 @@ class _Work:
         turn_M = self._batch.evidence.turn_N
         return ~torch.isin(turn_M, turn_M[stale_M])
 
+    def accumulate(self, scale: float) -> Trained:
+        self._prepare()
+        for part in self._parts:
+            self._trained.sums.add(self._backend.accumulate(*self._ready(part, first=True), scale))
+        return self._trained
+
+    def _prepare(self) -> None:
+        current_M = self._sampled_now()
+        self._trained.tokens_on_policy = int(current_M.sum())
+        self._fill({"current_N": current_M, **self._ask_models()})
+
     def _policy_step(self, part: _Part, *, first: bool) -> StepOutcome:
+        return self._backend.update(*self._ready(part, first=first))
+
+    def _ready(self, part: _Part, *, first: bool) -> tuple[list[MicroBatch], Objective]:
         algorithm, batches = self._algorithm, part.batches
         on_policy = first and algorithm.old_logprobs == "recompute"
         if (algorithm.loss_used == "gspo" or is_target(algorithm.loss_used)) and not on_policy:
@@ -107,8 +126,7 @@ class _Work:
             mean_M = sequence_mean(log_ratio_M, torch.from_numpy(self._columns.sequence_N)).numpy()
             batches = [replace(b, sequence_log_ratio_N=mean_M[b.token_N]) for b in batches]
         self._trained.tokens_computed += part.tokens
-        objective = Objective(algorithm, self._batch.temperature, self._batch.step, first)
-        return self._backend.update(batches, objective)
+        return batches, Objective(algorithm, self._batch.temperature, self._batch.step, first)
 
     def _ask_models(self) -> dict[str, Tensor]:
         """The columns that the algorithm needs and packing could not know."""

@@ -26,6 +26,7 @@ from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
 from workers.trainer.distributions import quantiles, ratio_quantiles, staleness_shares
+from workers.trainer.head_start import HeadStart
 from workers.trainer.launch import Launch
 from workers.trainer.messages import UpdateMetrics, UpdateRequest, UpdateResult
 from workers.trainer.objective import StepSums
@@ -40,7 +41,7 @@ T = TypeVar("T")
 class BatchReader(Protocol):
     """Gives the batch of a request; see :func:`workers.trainer.batch.read_batch`."""
 
-    def __call__(self, request: UpdateRequest) -> Batch: ...
+    def __call__(self, request: UpdateRequest, without: frozenset[str] = frozenset()) -> Batch: ...
 
 
 class Trainer:
@@ -62,6 +63,7 @@ class Trainer:
         self._weights = weights
         self._held: Sealed | None = None
         self._results: dict[tuple[int, int], tuple[str, UpdateResult]] = {}
+        self._head_start = HeadStart(launch.spec.algorithm, backend, self._plan)
         self.progress = Progress()
 
     def start(self) -> None:
@@ -96,6 +98,20 @@ class Trainer:
         self.progress.phase = "ready"
         return result
 
+    def accumulate(self, request: UpdateRequest) -> int:
+        """Compute the gradients of groups that the next step will probably train; returns how many groups are held.
+
+        Groups that are held already are left out, so a repeated call changes nothing. Raises what :meth:`update` does.
+        """
+        if request.step != self.progress.version:
+            raise FencedError(f"step {request.step} is not next: the trainer holds version {self.progress.version}")
+        held = frozenset(self._head_start.shards)
+        batch = self._everywhere("read a part of the batch", lambda: self._read(request, held))
+        self.progress.phase = "training"
+        self._irrevocably("accumulate", lambda: self._head_start.add(batch))
+        self.progress.phase = "ready"
+        return len(self._head_start.shards)
+
     def _committed(self, request: UpdateRequest) -> Sealed | None:
         """The step's checkpoint, if an earlier attempt sealed it. Checks that the request can be served at all."""
         found = self._checkpoints.find(request.lineage, request.step)
@@ -125,7 +141,7 @@ class Trainer:
     def _train(self, request: UpdateRequest, batch: Batch, started: float) -> Sealed:
         self.progress.phase = "training"
         training = time.monotonic()
-        done = self._optimize(batch)
+        done = self._optimize(request, batch)
         trained = time.monotonic()
         self.progress.phase = "saving"
         temporary = self._on_rank_0("make room for a checkpoint", lambda: self._begin(request))
@@ -147,8 +163,11 @@ class Trainer:
         self._hold(sealed)
         return sealed
 
-    def _optimize(self, batch: Batch) -> Trained:
+    def _optimize(self, request: UpdateRequest, batch: Batch) -> Trained:
         """Nothing if no token of the batch can be trained: the version advances, the weights stay."""
+        done = self._head_start.finish(batch, lambda held: self._read(request, held))
+        if done is not None:
+            return done
         if not batch.minibatches:
             return Trained(StepSums())
         return train_batch(batch, self._spec.algorithm, self._backend, self._plan)
@@ -190,6 +209,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Sealed, digest: str | None) -> None:
         self._on_rank_0("verify the checkpoint", lambda: self._check(checkpoint, digest))
+        self._head_start.drop()
         self._everywhere("load the checkpoint", lambda: self._backend.load(checkpoint.path))
         self._hold(checkpoint)
 

@@ -183,8 +183,8 @@ def tick(pool: Pool, now: float, *, lost_after: float) -> Outcome:
 def request(pool: Pool, demand: Demand, share: Share | None = None) -> Outcome:
     """A demand arrives, with what its run may have; one with a known ``request_id`` changes nothing.
 
-    A standing demand takes the place of the one its run had for the same role:
-    a run that was terminated and started again asks anew.
+    It takes the place of the one its run had for the same role: a run that was terminated and started again asks anew,
+    and a gang that is asked for again was lost to its owner.
     """
     if demand.request_id in pool.demands or demand.request_id in pool.seen_requests:
         return Outcome(pool, [])
@@ -206,8 +206,8 @@ def request(pool: Pool, demand: Demand, share: Share | None = None) -> Outcome:
 
 
 def _replaced_by(pool: Pool, demand: Demand) -> list[Demand]:
-    same = [d for d in pool.demands.values() if (d.run, d.role, d.count) == (demand.run, demand.role, None)]
-    return [d for d in same if demand.count is None and d.request_id != demand.request_id]
+    same = [d for d in pool.demands.values() if (d.run, d.role) == (demand.run, demand.role)]
+    return [d for d in same if (d.count is None) == (demand.count is None) and d.request_id != demand.request_id]
 
 
 def withdraw(pool: Pool, request_id: str, reason: str) -> Outcome:

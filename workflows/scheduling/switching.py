@@ -95,13 +95,11 @@ def gain_of_taking(flow: GroupFlow) -> float:
 
     Rollout is busy while more groups are left than it works on at a time, ``n``; from then on completions slow down in
     proportion to what is left (memoryless groups), and the last ``d`` of the awaited ones come in
-    ``n / rate * ln(n / (n - d))`` instead of ``d / rate`` seconds. Infinite where the staleness bound lets the second
-    batch never be complete.
+    ``n / rate * ln(n / (n - d))`` instead of ``d / rate`` seconds. Infinite where waiting is in vain: the second batch
+    is complete too, or the staleness bound forbids it.
     """
     awaited = max(0, 2 * flow.wanted - flow.ready)
-    if not awaited:
-        return 0.0
-    if flow.rate <= 0 or awaited >= flow.supply:
+    if not awaited or flow.rate <= 0 or awaited >= flow.supply:
         return math.inf
     n = max(1, min(flow.in_flight, flow.supply))
     tail = max(0, awaited - (flow.supply - n))
@@ -109,12 +107,12 @@ def gain_of_taking(flow: GroupFlow) -> float:
 
 
 def worth_switching(
-    gain_s: float, cost_s: float | None, *, what_for: str = "the change", margin: float = MARGIN
+    gain_s: float, cost_s: float | None, *, what_for: str = "the change", batch_s: float = 0.0, margin: float = MARGIN
 ) -> Decision:
     """``switch`` or ``stay``. An unknown cost is measured by switching.
 
     ``predicted_gain_s`` of the answer is what remains of the gain after the cost, for the choice that was made; None
-    where it is not known or without bound.
+    where it is not known or without bound. ``batch_s``: when the next batch is expected, for :func:`with_hindsight`.
 
     >>> worth_switching(gain_s=4.0, cost_s=1.5).what, worth_switching(gain_s=1.0, cost_s=1.5).what
     ('switch', 'stay')
@@ -122,10 +120,24 @@ def worth_switching(
     if cost_s is None:
         return Decision(what=SWITCH, why=f"{what_for}: its cost is not known yet and will be measured")
     if math.isinf(gain_s):
-        why = f"{what_for}: not changing over would leave the nodes without work"
+        why = f"{what_for}: nobody knows when there would be a better moment"
         return Decision(what=SWITCH, why=why, facts={"cost_s": cost_s})
     net = gain_s - cost_s
     pays = gain_s > cost_s * (1 + margin)
     why = f"{what_for} gains {gain_s:.2f} s of the nodes' time and costs {cost_s:.2f} s"
-    facts = {"gain_s": gain_s, "cost_s": cost_s}
+    facts = {"gain_s": gain_s, "cost_s": cost_s, "batch_s": batch_s if math.isfinite(batch_s) else 0.0}
     return Decision(what=SWITCH if pays else STAY, why=why, facts=facts, predicted_gain_s=net if pays else -net)
+
+
+def with_hindsight(decision: Decision, batch_s: float, cost_s: float) -> float:
+    """What a decision gained, once the next batch was complete after ``batch_s`` and the change had cost ``cost_s``.
+
+    Gains are proportional to the time a batch takes, so the predicted one is scaled by what it took.
+
+    >>> with_hindsight(worth_switching(4.0, 1.5, batch_s=4.0), batch_s=6.0, cost_s=2.0)
+    4.0
+    """
+    expected = decision.facts.get("batch_s", 0.0)
+    gain = decision.facts["gain_s"] * batch_s / expected if expected else batch_s
+    net = gain - cost_s
+    return net if decision.what == SWITCH else -net

@@ -16,7 +16,7 @@ from temporalio.client import (
 )
 
 from storage.errors import GangLost
-from workflows import calls, training_run
+from workflows import calls, run_steps
 from workflows.messages import (
     CheckpointRef,
     Command,
@@ -189,7 +189,7 @@ async def test_a_stop_after_drain_lifts_a_pause_that_gave_the_nodes_back(world: 
 async def test_a_pause_may_last_longer_than_the_limit_of_a_weight_sync(
     world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_run, "SYNC_SLACK", timedelta(seconds=1))
+    monkeypatch.setattr(run_steps, "SYNC_SLACK", timedelta(seconds=1))
     world.training_open.clear()
     run = await world.start(
         world.spec(pipeline={"steps": 2}, evaluation={"every": 1}, engine={"kind": "scripted", "load_limit_s": 1})
@@ -348,7 +348,7 @@ async def test_input_with_a_typing_mistake_fails_with_the_name_of_the_field(worl
 
 
 async def test_a_run_without_a_pool_says_what_to_start(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_run, "POOL_TRIES", 1)
+    monkeypatch.setattr(calls, "POOL_TRIES", 1)
     assert "start a node agent first" in await cause_of(await world.start(world.spec(cluster="nowhere")))
 
 

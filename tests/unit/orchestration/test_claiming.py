@@ -75,9 +75,17 @@ def fail_everything(ledger: Ledger) -> None:
         ledger.fail_sample(claim.key, claim.attempt, "agent_error", detail, retry=False, max_attempts=1)
 
 
-def wait(ledger: Ledger, run: RunSpec, *, step: int = 0, since: float | None = None) -> ClaimWait:
-    task = ClaimInput(spec=run, lineage=0, step=step, version=step)
-    return ClaimWait(ledger, task, time.time() if since is None else since)
+def wait(
+    ledger: Ledger,
+    run: RunSpec,
+    *,
+    step: int = 0,
+    since: float | None = None,
+    data_end: int | None = None,
+    cost_s: float | None = None,
+) -> ClaimWait:
+    task = ClaimInput(spec=run, lineage=0, step=step, version=step, cost_s=cost_s)
+    return ClaimWait(ledger, task, time.time() if since is None else since, data_end)
 
 
 async def test_a_batch_is_claimed_as_soon_as_enough_groups_are_complete(ledger: Ledger) -> None:
@@ -85,14 +93,14 @@ async def test_a_batch_is_claimed_as_soon_as_enough_groups_are_complete(ledger: 
     await asyncio.to_thread(roll_out, ledger, limit=2)
     assert not waiting.done()
     await asyncio.to_thread(roll_out, ledger)
-    claim = await asyncio.wait_for(waiting, 10)
-    assert [group.ordinal for group in claim.groups] == [0, 1]
+    found = await asyncio.wait_for(waiting, 10)
+    assert [group.ordinal for group in found.batch.groups] == [0, 1]
 
 
 async def test_after_the_time_limit_a_step_takes_what_is_complete(ledger: Ledger) -> None:
     roll_out(ledger, limit=2)
-    claim = await asyncio.wait_for(wait(ledger, spec(batch_time_limit_s=5), since=time.time() - 60).wait(), 10)
-    assert [group.ordinal for group in claim.groups] == [0]
+    found = await asyncio.wait_for(wait(ledger, spec(batch_time_limit_s=5), since=time.time() - 60).wait(), 10)
+    assert [group.ordinal for group in found.batch.groups] == [0]
 
 
 async def test_groups_that_fail_or_grow_too_old_are_replaced_by_others(ledger: Ledger) -> None:
@@ -102,8 +110,8 @@ async def test_groups_that_fail_or_grow_too_old_are_replaced_by_others(ledger: L
         await asyncio.sleep(0.02)
     assert ledger.books("r").filtered == {"stale": 4}
     assert roll_out(ledger, version=1) == [2, 3, 4, 5]
-    claim = await asyncio.wait_for(waiting, 10)
-    assert [group.ordinal for group in claim.groups] == [2, 3]
+    found = await asyncio.wait_for(waiting, 10)
+    assert [group.ordinal for group in found.batch.groups] == [2, 3]
 
 
 async def test_a_step_whose_groups_all_fail_gives_up_and_names_the_causes_and_the_last_error(ledger: Ledger) -> None:
@@ -123,5 +131,52 @@ async def test_a_step_whose_groups_all_fail_gives_up_and_names_the_causes_and_th
 
 
 async def test_a_step_gives_up_when_the_data_has_ended_and_nothing_is_on_its_way(ledger: Ledger) -> None:
-    with pytest.raises(ApplicationError, match="is the data at its end"):
+    with pytest.raises(ApplicationError, match="nothing is running"):
         await asyncio.wait_for(wait(ledger, spec(batch_time_limit_s=5), since=time.time() - 60).wait(), 10)
+
+
+async def test_at_the_end_of_the_data_a_step_takes_what_is_left_and_the_next_one_says_so(ledger: Ledger) -> None:
+    roll_out(ledger, limit=2)
+    ledger.change_admission("r", TRAIN, admit_until=1)
+    found = await asyncio.wait_for(wait(ledger, spec(), data_end=1).wait(), 10)
+    assert [group.ordinal for group in found.batch.groups] == [0]
+    assert found.why.why == "the data has ended: 1 groups are left"
+    with pytest.raises(ApplicationError, match="the data has ended after 1 tasks") as failure:
+        await asyncio.wait_for(wait(ledger, spec(), step=1, data_end=1).wait(), 10)
+    assert failure.value.type == "EndOfData"
+
+
+async def test_a_restarted_wait_finds_the_batch_that_was_claimed_before(ledger: Ledger) -> None:
+    roll_out(ledger)
+    first = await asyncio.wait_for(wait(ledger, spec()).wait(), 10)
+    again = await asyncio.wait_for(wait(ledger, spec()).wait(), 10)
+    assert again.batch == first.batch
+
+
+async def test_a_batch_is_put_off_while_one_change_of_roles_for_two_updates_pays(ledger: Ledger) -> None:
+    ledger.change_admission("r", TRAIN, admit_until=40)
+    roll_out(ledger, limit=4)
+    rule = spec(max_staleness=20)
+    waiting = asyncio.create_task(wait(ledger, rule, cost_s=1000.0).wait())
+    await asyncio.sleep(0.3)
+    assert not waiting.done(), "much may still roll out, and a change costs much"
+    roll_out(ledger, limit=4)
+    found = await asyncio.wait_for(waiting, 10)
+    assert found.switch is not None
+    assert [group.ordinal for group in found.batch.groups] == [0, 1]
+
+
+async def test_a_batch_is_taken_at_once_when_a_change_costs_next_to_nothing(ledger: Ledger) -> None:
+    roll_out(ledger)
+    found = await asyncio.wait_for(wait(ledger, spec(), cost_s=0.001).wait(), 10)
+    assert found.switch is not None
+    assert found.switch.what == "switch"
+
+
+async def test_a_claim_tells_how_it_differs_from_what_is_left_behind(ledger: Ledger) -> None:
+    ledger.change_admission("r", TRAIN, admit_until=6)
+    roll_out(ledger, limit=8)
+    ledger.claim_samples("r", TRAIN, "w", 2)
+    found = await asyncio.wait_for(wait(ledger, spec()).wait(), 10)
+    assert (found.pending, found.length_bias) == (2, 0.0)
+    assert found.age_bias == 0.5 - 3.0, "groups 0 and 1 were taken; 2, 3 and the running 4 are left"

@@ -10,7 +10,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.ledger import LedgerActivities
-from storage.ledger import TRAIN, Ledger
+from storage.ledger import TRAIN, Ledger, Route
 from workers.cluster import StateFolder
 from workflows.messages import AdmissionPause, AdmissionRate, EvaluationInput
 from workflows.spec import RunSpec
@@ -66,6 +66,8 @@ async def test_a_run_that_is_started_again_knows_the_evaluations_it_had(
     first = await world.run(activities.prepare_run, spec)
     assert (first.lineage, first.evaluations) == (0, ())
     await world.run(activities.open_evaluation, EvaluationInput(spec=spec, version=0))
+    assert not ledger.claim_samples("r", "eval/0", "w", 1), "no engine has a route"
+    ledger.put_route(Route("e", "r", "a", "http://a", "embedded", 1, 0, "open"))
     score_one(ledger, "eval/0", 0.25)
     outcome = await world.run(activities.wait_evaluation, EvaluationInput(spec=spec, version=0))
     await world.run(activities.open_evaluation, EvaluationInput(spec=spec, version=10))

@@ -70,6 +70,7 @@ def test_waiting_for_a_second_batch_costs_the_idle_time_of_the_tail_only() -> No
 def test_a_second_batch_that_the_staleness_bound_forbids_is_not_waited_for() -> None:
     assert gain_of_taking(GroupFlow(ready=4, wanted=4, supply=4, in_flight=4, rate=1.0)) == math.inf
     assert gain_of_taking(GroupFlow(ready=4, wanted=4, supply=20, in_flight=4, rate=0.0)) == math.inf
+    assert gain_of_taking(GroupFlow(ready=8, wanted=4, supply=20, in_flight=4, rate=1.0)) == math.inf, "it is complete"
 
 
 def test_sessions_are_bounded_by_what_the_engines_decode() -> None:

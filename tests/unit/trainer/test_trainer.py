@@ -35,6 +35,7 @@ class CountingBackend:
     def __init__(self) -> None:
         self.value = 0
         self.updates = 0
+        self.held = 0
         self.fail = ""
         self.closed = False
 
@@ -46,6 +47,20 @@ class CountingBackend:
         self.updates += 1
         self.value += sum(int(batch.target_N.sum()) for batch in batches)
         return StepOutcome(StepSums(tokens=float(sum(len(batch.target_N) for batch in batches))), grad_norm=0.5)
+
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
+        self._maybe_fail("accumulate")
+        self.held += sum(int(batch.target_N.sum()) for batch in batches)
+        tokens = float(sum((batch.weight_N > 0).sum() for batch in batches))
+        return StepSums(loss=1.0, tokens=tokens)
+
+    def finish(self, scale: float) -> float:
+        self.updates += 1
+        self.value, self.held = self.value + self.held, 0
+        return 0.5
+
+    def forget(self) -> None:
+        self.held = 0
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return []
@@ -133,8 +148,9 @@ class World:
         )
         backend = CountingBackend()
 
-        def read(request: UpdateRequest) -> Batch:
-            return read_batch(self.store, request, "demo", spec.algorithm)  # type: ignore[arg-type]  # it only gets
+        def read(request: UpdateRequest, without: frozenset[str] = frozenset()) -> Batch:
+            store: Any = self.store  # it only gets
+            return read_batch(store, request, "demo", spec.algorithm, without)
 
         folders = CheckpointFolder(self.root / "checkpoints"), WeightsStore(self.root / "weights")
         return Trainer(launch, backend, read, *folders), backend
@@ -343,3 +359,43 @@ def test_old_checkpoints_go_when_a_step_starts(world: World) -> None:
         trainer.update(world.request(step))
     kept = sorted(path.name for path in (world.root / "checkpoints").iterdir())
     assert kept == ["l0-s1", "l0-s2", "l0-s3"]  # two up to the held one, and the one that was written since
+
+
+def part_of(world: World, *ordinals: int, step: int = 0) -> UpdateRequest:
+    shards = [world.make.random_shard(ordinal, 1 + 10 * step) for ordinal in ordinals]
+    request: UpdateRequest = world.make.put_batch(world.store, step, shards)
+    return request
+
+
+def trained_value(world: World, *parts: UpdateRequest) -> tuple[int, int]:
+    trainer, backend = world.trainer()
+    trainer.start()
+    for part in parts:
+        trainer.accumulate(part)
+    result = trainer.update(world.request(0, shards=3))
+    assert (result.metrics.groups, result.metrics.optimizer_steps) == (3, 1)
+    return backend.value, backend.updates
+
+
+def test_groups_accumulated_ahead_are_trained_once_with_the_rest_of_their_batch(world: World, tmp_path: Path) -> None:
+    whole = trained_value(World(world.make, tmp_path / "whole"))
+    assert trained_value(world, part_of(world, 0), part_of(world, 0), part_of(world, 1, 2)) == whole
+    assert trained_value(World(world.make, tmp_path / "b", world.store), part_of(world, 2)) == whole
+
+
+def test_a_head_start_on_a_group_that_the_batch_does_not_hold_is_dropped(world: World) -> None:
+    trainer, backend = world.trainer()
+    trainer.start()
+    assert trainer.accumulate(part_of(world, 0, 7)) == 2
+    trainer.update(world.request(0, shards=3))
+    other, plain = World(world.make, world.root / "plain", world.store).trainer()
+    other.start()
+    other.update(world.request(0, shards=3))
+    assert (backend.value, backend.held) == (plain.value, 0)
+
+
+def test_a_head_start_on_another_step_is_refused(world: World) -> None:
+    trainer, _ = world.trainer()
+    trainer.start()
+    with pytest.raises(FencedError, match="step 1 is not next"):
+        trainer.accumulate(part_of(world, 0, step=1))

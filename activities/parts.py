@@ -1,0 +1,40 @@
+"""Groups whose gradients are computed ahead of their batch (pipelines that accumulate)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from activities.layers import policy_for
+from storage.ledger import Ledger, WaitingGroup
+from storage.manifests import Manifest, manifest_groups
+from workflows.messages import PartInput
+
+PARTS = 4
+"""Parts of a step at most: each costs a few events of history and a pass that is less well packed."""
+POLL_S = 0.1
+
+
+async def next_part(ledger: Ledger, task: PartInput) -> Manifest:
+    """Wait until a part of the step's groups is complete; the caller bounds it by cancelling."""
+    while True:
+        part = await asyncio.to_thread(_look, ledger, task)
+        if part is not None:
+            return part
+        await asyncio.sleep(POLL_S)
+
+
+def _look(ledger: Ledger, task: PartInput) -> Manifest | None:
+    spec, rule = task.spec, policy_for(task.spec)
+    oldest = rule.min_version(task.step)
+    waiting = [g for g in ledger.waiting_groups(spec.run) if g.ordinal not in task.done and g.start_version >= oldest]
+    useful = [g.ordinal for g in waiting if not (spec.algorithm.drops_zero_variance and _teaches_nothing(g))]
+    if len(useful) < -(-rule.groups_per_step // PARTS):
+        return None
+    refs = ledger.waiting_refs(spec.run, useful)
+    if not refs:
+        return None
+    return Manifest(spec.run, task.lineage, task.step, manifest_groups(refs), spec.sampling.temperature)
+
+
+def _teaches_nothing(group: WaitingGroup) -> bool:
+    return len(set(group.rewards)) == 1

@@ -1,0 +1,180 @@
+"""All five pipelines live, one after another on one cluster: two nodes, one core each, the tiny model, a long tail.
+
+    python -m benchmarks.pipeline.live [--pipelines multiplexed,...] [--steps N]
+
+Prints a table and, last, one JSON line. Idle of a node: 1 - seconds with at least one generation, or an update, per
+second held; changes of roles count as idle and are shown apart. Control processes are not pinned with the nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.contrib.pydantic import pydantic_data_converter
+
+from benchmarks.pipeline.live_agent import make_tasks, write_tasks
+from benchmarks.pipeline.live_figures import figures, p50, preemptions_ms
+from benchmarks.pipeline.live_model import CONTEXT
+from cli import stack
+from cli.runs import Runs
+from storage.errors import DeadlineError, SeamlessFlowError
+from storage.ledger import Ledger
+from workers.cluster import StateFolder
+from workflows.spec import RunSpec
+
+PIPELINES = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
+TASKS = 400
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class LiveSettings:
+    """One bench."""
+
+    pipelines: tuple[str, ...] = PIPELINES
+    steps: int = 8
+    groups_per_step: int = 8
+    group_size: int = 8
+    target_in_flight: int = 48
+    median_tokens: float = 120.0
+    sigma: float = 0.9
+    median_pause_s: float = 0.15
+    cores: tuple[int, int] = (0, 1)
+    time_limit_s: float = 400.0
+    """Of one pipeline."""
+    seed: int = 0
+    state: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bench-pipeline-")))
+    """Kept: it holds the runs' own record, by which the simulator is calibrated."""
+
+
+def run_live(settings: LiveSettings) -> dict[str, Any]:
+    """By pipeline: ``idle_fraction``, ``tokens_per_s``, ``wall_s``, ``staleness_mean`` and what explains them; and
+    ``preempt_ms_p50``, ``record`` (the state folder and the runs in it).
+
+    Raises :class:`SeamlessFlowError` if a run fails or takes longer than its limit.
+    """
+    _prepare(settings)
+    state = StateFolder(settings.state / "cluster")
+    specs = [run_file(settings, name) for name in settings.pipelines]
+    stack.up(state, specs[0].nodes, say=_say)
+    try:
+        return asyncio.run(_all(settings, state, specs))
+    finally:
+        stack.down(state)
+
+
+def run_file(settings: LiveSettings, name: str) -> RunSpec:
+    """The bench's run under one pipeline; nothing but the pipeline differs."""
+    first, second = settings.cores
+    return RunSpec.model_validate(
+        {
+            "run": name.replace("_", "-"),
+            "seed": settings.seed,
+            "code": str(Path(__file__).resolve().parents[2]),
+            "model": {"path": str(settings.state / "model"), "max_context": CONTEXT, "tool_parser": "none"},
+            "data": {"path": str(settings.state / "tasks.jsonl"), "shuffle": False},
+            "agent": {"kind": "python", "target": "benchmarks.pipeline.live_agent:run", "max_turns": 2},
+            "reward": {"target": "benchmarks.pipeline.live_agent:noise"},
+            "sampling": {"max_tokens": CONTEXT},
+            "nodes": [
+                {"id": "node-a", "tags": ["rollout", "train"], "cores": [first]},
+                {"id": "node-b", "tags": ["rollout"], "cores": [second]},
+            ],
+            "engine": {"kind": "embedded", "max_running": 48, "kv_tokens": 65536},
+            "algorithm": {"group_size": settings.group_size, "groups_per_step": settings.groups_per_step},
+            "trainer": {"learning_rate": 1e-5, "micro_batch": 16},
+            "pipeline": {
+                "name": name,
+                "steps": settings.steps,
+                "target_in_flight": settings.target_in_flight,
+                "batch_time_limit_s": settings.time_limit_s,
+            },
+        }
+    )
+
+
+def _prepare(settings: LiveSettings) -> None:
+    settings.state.mkdir(parents=True, exist_ok=True)
+    model = settings.state / "model"
+    if not model.exists():
+        command = [sys.executable, "-m", "benchmarks.pipeline.live_model", "--out", str(model)]
+        subprocess.run(command, check=True, timeout=120)
+    shape = {"median_tokens": settings.median_tokens, "sigma": settings.sigma}
+    tasks = make_tasks(TASKS, settings.seed, median_pause_s=settings.median_pause_s, **shape)
+    write_tasks(settings.state / "tasks.jsonl", tasks)
+
+
+async def _all(settings: LiveSettings, state: StateFolder, specs: Sequence[RunSpec]) -> dict[str, Any]:
+    cluster = state.cluster()
+    runs = await Runs.connect(cluster)
+    client = await Client.connect(cluster.temporal, namespace=cluster.namespace, data_converter=pydantic_data_converter)
+    result: dict[str, Any] = {}
+    preempted: list[float] = []
+    for spec in specs:
+        await _one(settings, runs, spec)
+        ledger = await asyncio.to_thread(Ledger, cluster.ledger_url)
+        try:
+            nodes = [node.id for node in spec.nodes]
+            result[spec.pipeline.name] = figures(ledger.intervals(spec.run), ledger.steps(spec.run), nodes)
+        finally:
+            ledger.close()
+        preempted += await preemptions_ms(client, spec.run)
+        _say(f"{spec.pipeline.name}: {json.dumps(result[spec.pipeline.name])}")
+    record = {"state": str(state.root), "runs": {spec.pipeline.name: spec.run for spec in specs}}
+    return {**result, "preempt_ms_p50": p50(preempted), "preemptions": len(preempted), "record": record}
+
+
+async def _one(settings: LiveSettings, runs: Runs, spec: RunSpec) -> None:
+    began = time.monotonic()
+    await runs.start(spec)
+    while await runs.state(spec.run) == WorkflowExecutionStatus.RUNNING:
+        if time.monotonic() - began > settings.time_limit_s:
+            raise DeadlineError(f"run {spec.run} did not end within {settings.time_limit_s:g} s")
+        await asyncio.sleep(POLL_S)
+    result = await runs.result(spec.run)
+    if not result.balanced or result.steps != settings.steps:
+        raise SeamlessFlowError(f"run {spec.run} made {result.steps} steps, books balanced: {result.balanced}")
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line a pipeline."""
+    lines = [f"{'pipeline':<14} {'idle':>7} {'tokens/s':>9} {'wall s':>7} {'stale':>6} {'train s':>8}  idle by node"]
+    for name in PIPELINES:
+        if name in result:
+            f = result[name]
+            nodes = ", ".join(f"{n} {v:.1%} (switching {f['switching_s'][n]} s)" for n, v in f["idle_by_node"].items())
+            lines.append(
+                f"{name:<14} {f['idle_fraction']:>7.1%} {f['tokens_per_s']:>9} {f['wall_s']:>7} "
+                f"{f['staleness_mean']:>6.2f} {f['train_s']:>8}  {nodes}"
+            )
+    return "\n".join([*lines, f"pre-empt signal to engine stopped, p50: {result['preempt_ms_p50']} ms"])
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pipelines", default=",".join(PIPELINES))
+    parser.add_argument("--steps", type=int, default=LiveSettings.steps)
+    arguments = parser.parse_args()
+    result = run_live(LiveSettings(pipelines=tuple(arguments.pipelines.split(",")), steps=arguments.steps))
+    print(table(result))
+    print(json.dumps({"bench": "pipeline-live", **result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A run's layers replaced by your own, one short example each."""

@@ -1,0 +1,72 @@
+"""Work on a step's groups ahead of its batch: they are accumulated by the gang as they become complete."""
+
+from __future__ import annotations
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+from temporalio.workflow import ActivityHandle
+
+from workflows import calls
+from workflows.messages import LeaseEvent, PartInput, PartResult, StepInput, TrainInterval, TrainTask
+from workflows.queues import node_queue
+
+
+class HeadStart:
+    """One step's; ``end`` once the batch is claimed: what is in work is finished, nothing more begins.
+
+    ``busy``: when nodes trained. ``failed``: why it ended early; the update computes what it did not.
+    """
+
+    def __init__(self, task: StepInput) -> None:
+        self._task = task
+        self._ended = False
+        self._done: tuple[int, ...] = ()
+        self.busy: list[TrainInterval] = []
+        self.failed = ""
+
+    def end(self) -> None:
+        self._ended = True
+
+    async def run(self, lease: LeaseEvent) -> None:
+        """Accumulate part after part until the end."""
+        try:
+            while not self._ended:
+                part = await self._next_part()
+                if part is not None:
+                    await self._accumulate(lease, part)
+        except ActivityError as error:
+            self.failed = calls.reason_of(error)
+
+    async def _next_part(self) -> PartResult | None:
+        task = self._task
+        ask = PartInput(spec=task.spec, lineage=task.lineage, step=task.step, done=self._done)
+        handle = calls.on_control(
+            "next_part", ask, PartResult, limit=calls.FOREVER, summary=f"a part of the batch of step {task.step}"
+        )
+        await workflow.wait_condition(lambda: handle.done() or self._ended)
+        if not handle.done():
+            handle.cancel()
+            return None
+        return await handle
+
+    async def _accumulate(self, lease: LeaseEvent, part: PartResult) -> None:
+        handles = [self._on(node, lease, part) for node in lease.members]
+        self.busy += [await handle for handle in handles]
+        self._done += part.ordinals
+
+    def _on(self, node: str, lease: LeaseEvent, part: PartResult) -> ActivityHandle[TrainInterval]:
+        limit = self._task.spec.trainer.step_time_limit_s
+        train = TrainTask(
+            run=self._task.spec.run,
+            lease=lease.lease,
+            epoch=lease.epoch,
+            node=node,
+            gang=lease.gang or "",
+            lineage=self._task.lineage,
+            manifest=part.manifest,
+            time_limit_s=limit,
+        )
+        summary = f"{len(part.ordinals)} groups of step {self._task.step} ahead of their batch on {node}"
+        return calls.on_node(
+            "accumulate", train, TrainInterval, queue=node_queue(node), limit_s=limit + 60, summary=summary
+        )
