@@ -13,7 +13,7 @@ from typing import Any
 from tests.contract.interruptions.agents import Agents, Asked
 from tests.contract.interruptions.cluster import RUN, Cluster
 from tests.contract.interruptions.declared import Declared, declared
-from tests.contract.interruptions.events import Events, Kind, interrupted
+from tests.contract.interruptions.events import Events, Kind, interruptions
 from tests.contract.interruptions.evidence import Findings, weigh
 
 KINDS: tuple[Kind, ...] = ("update", "preemption")
@@ -90,25 +90,27 @@ async def campaign(
         events = Events(cluster, agents, seed)
         talking = asyncio.create_task(agents.talk(conversations), name="agents")
         try:
-            await _interrupt(events, agents, wanted, kills, talking)
+            await _interrupt(cluster, events, agents, wanted, kills, talking)
         finally:
             agents.enough.set()
         await events.settled()
         await talking
         kept = await declared(cluster)
         status = await cluster.control.run_status(RUN)
-    findings = await asyncio.to_thread(weigh, cluster, agents.asked, events)
+    findings = await asyncio.to_thread(weigh, cluster, agents.asked)
     if findings.undelivered is None:
         findings.undelivered = int(status["tokens"]["undelivered"])
     seconds = time.monotonic() - begun
     return Report(kind, wanted, kills, seconds, cluster, agents.asked, events, findings, kept)
 
 
-async def _interrupt(events: Events, agents: Agents, wanted: int, kills: int, talking: asyncio.Task[None]) -> None:
+async def _interrupt(
+    cluster: Cluster, events: Events, agents: Agents, wanted: int, kills: int, talking: asyncio.Task[None]
+) -> None:
     """The kills are spread over the campaign."""
     for number in itertools.count():
         choices = [choice for view in agents.ended for turn in view["turns"] for choice in turn["choices"]]
-        count, killed = sum(map(interrupted, choices)), events.count["kill"]
+        count, killed = sum(bool(interruptions(cluster, choice)) for choice in choices), events.count["kill"]
         if number % SAY_EVERY == 0:
             print(f"{count} of {wanted} interrupted, events: {dict(events.count)}", file=sys.stderr, flush=True)
         if count >= wanted and killed >= kills:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -47,6 +47,7 @@ def run_spec(kind: str, model: Path) -> RunSpec:
             "model": {"path": str(model), "max_context": CONTEXT, "tool_parser": "none", "reasoning_parser": "none"},
             "data": {"path": "tasks.jsonl"},
             "reward": {"target": "reward:score"},
+            "sampling": {"max_tokens": CONTEXT},
             "nodes": [{"id": node, "tags": ["rollout", "train"]} for node in NODES],
             "engine": engine,
         }
@@ -62,6 +63,8 @@ class Cluster:
         self.models = models
         self.modes: dict[int, PauseMode] = {}
         """How the engines were paused when they took a version."""
+        self.ended: dict[tuple[str, int], Literal["preemption", "kill"]] = {}
+        """Why an epoch of a node is over."""
         self.store = WeightsStore(self.state.weights(RUN))
         self.newest = self._publish(0)
         self.control: ControlClient
@@ -186,6 +189,7 @@ class Node:
         """Training wants the node: what runs on it goes on elsewhere."""
         async with self._sequence:
             self.up = False
+            self._cluster.ended[self.name, self.epoch] = "preemption"
             await self._route("closed")
             await self._host.park()
 
@@ -199,6 +203,7 @@ class Node:
         """SIGKILL of ``all`` processes of the engine, of the first (``server``), or of the largest ``worker``."""
         resident = self._host.resident()
         assert resident is not None, f"no engine runs on {self.name}"
+        self.up = False
         server = psutil.Process(resident.pid)
         workers = sorted(server.children(recursive=True), key=lambda child: child.memory_info().rss)
         victims = {"all": [server, *workers], "server": [server], "worker": workers[-1:] or [server]}[whom]
@@ -217,7 +222,9 @@ class Node:
                 await self._host.until_dead(resident)
             async with self._sequence:
                 self.up = False
+                self._cluster.ended[self.name, self.epoch] = "kill"
                 await self._route("closed")
+                self.epoch += 1  # a lease would keep it; here it tells which segments the kill has cut
                 await self._serve()
 
     async def _serve(self) -> None:

@@ -24,7 +24,7 @@ from storage.ledger import Ledger
 from tests.contract.engines.models import logprobs
 from tests.contract.interruptions.agents import Asked, Told
 from tests.contract.interruptions.cluster import Cluster
-from tests.contract.interruptions.events import Events, Kind, interrupted
+from tests.contract.interruptions.events import Kind, interruptions
 from tests.contract.interruptions.model import END, text, token_text
 
 NEAR = 1e-3
@@ -48,7 +48,7 @@ class Findings:
     generations: int = 0
     interrupted: int = 0
     by: Counter[Kind] = field(default_factory=Counter)
-    """Generations that an event of the kind is known to have interrupted."""
+    """Generations that an event of the kind interrupted at least once; ``other``: none of ours."""
     tokens: int = 0
     unknown: int = 0
     """Tokens without version evidence: their engine died before it gave any."""
@@ -59,7 +59,7 @@ class Findings:
     faults: list[str] = field(default_factory=list)
 
 
-def weigh(cluster: Cluster, asked: Sequence[Asked], events: Events) -> Findings:
+def weigh(cluster: Cluster, asked: Sequence[Asked]) -> Findings:
     """Check every answered request against journal, engine logs and weights."""
     logs = read_logs([node.token_log() for node in cluster.nodes.values()])
     findings = Findings(undelivered=0 if logs else None)
@@ -81,7 +81,7 @@ def weigh(cluster: Cluster, asked: Sequence[Asked], events: Events) -> Findings:
                 findings.faults.append(f"{one.session}: told {one.completion_tokens} tokens, {total} are recorded")
             views = session_view(session)["turns"][turn.index]["choices"]
             for choice, view, told in zip(turn.choices, views, one.told, strict=True):
-                _Trial(cluster, findings, logs, events, one, session, turn, choice, view, told).run()
+                _Trial(cluster, findings, logs, one, session, turn, choice, view, told).run()
     finally:
         journal.close()
         ledger.close()
@@ -114,7 +114,6 @@ class _Trial:
     cluster: Cluster
     findings: Findings
     logs: Mapping[str, Logged]
-    events: Events
     asked: Asked
     session: Session
     turn: Turn
@@ -127,8 +126,8 @@ class _Trial:
         findings.generations += 1
         findings.tokens += len(recording.ids)
         findings.unknown += recording.versions.count(UNKNOWN_VERSION)
-        kinds = self.events.kinds(self.view)
-        findings.interrupted += interrupted(self.view)
+        kinds = interruptions(self.cluster, self.view)
+        findings.interrupted += bool(kinds)
         findings.by.update(kinds)
         checks: list[Callable[[], Iterator[str]]] = [self._whole, self._delivered, self._as_logged, self._as_computed]
         findings.faults += [f"{self.choice.generation}: {fault}" for check in checks for fault in check()]

@@ -19,7 +19,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder: Path = tmp_path_factory.mktemp("campaign")
     (folder / "state").mkdir()
     models = write_models(folder / "models")
-    return asyncio.run(campaign(folder / "state", "embedded", models, 24, 1, 8, 0))
+    return asyncio.run(campaign(folder / "state", "embedded", models, 24, 1, 16, 0))
 
 
 def test_agents_of_interrupted_engines_get_unbroken_answers_of_the_recorded_tokens(report: Report) -> None:
@@ -40,7 +40,7 @@ def test_an_answer_that_misses_or_repeats_a_token_is_noticed(report: Report) -> 
     for each in wrong:
         before = report.asked[: report.asked.index(asked)]
         changed = [*before, replace(asked, told=(each, *others))]
-        assert len(weigh(report.cluster, changed, report.events).faults) == 1
+        assert len(weigh(report.cluster, changed).faults) == 1
 
 
 def test_a_journal_that_differs_from_the_engine_s_log_is_noticed(report: Report) -> None:
@@ -48,6 +48,6 @@ def test_a_journal_that_differs_from_the_engine_s_log_is_noticed(report: Report)
     whole = log.read_bytes()
     try:
         log.write_bytes(whole.replace(b'"version":"0"', b'"version":"9"').replace(b'"version":0', b'"version":9'))
-        assert weigh(report.cluster, report.asked, report.events).faults
+        assert weigh(report.cluster, report.asked).faults
     finally:
         log.write_bytes(whole)
