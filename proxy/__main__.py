@@ -20,7 +20,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from proxy.asgi import App
+from proxy.asgi import IDLE_S, App
 from proxy.relay import application
 from proxy.service import Service
 from storage.databases import database_url
@@ -119,6 +119,7 @@ async def serve(state: StateFolder, host: str, port: int, url: str | None) -> No
                 access_log=False,
                 proxy_headers=False,
                 lifespan="off",
+                timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )
             await _Server(config).serve([listener])

@@ -13,6 +13,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+IDLE_S = 600
+"""How long a connection without a request is kept. Clients give theirs up after 5 to 60 s, and one that sends its next
+request while the server hangs up sees an error."""
 MAX_BODY = 64 * 1024 * 1024
 """Longest request body in bytes."""
 

@@ -25,6 +25,7 @@ from typing import Self
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from proxy.asgi import IDLE_S
 from proxy.client import ControlClient
 from proxy.relay import application
 from proxy.routes import EngineFactory
@@ -136,7 +137,14 @@ class ProxyServer:
         )
         await self.service.start()
         app = application(self.service, CONTROL_KEY)
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=IDLE_S,
+            timeout_graceful_shutdown=1,
+        )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="proxy server")
         async with asyncio.timeout(_START_LIMIT_S):

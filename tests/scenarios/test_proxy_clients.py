@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import aiohttp
 import openai
 import pytest
 
@@ -89,3 +92,17 @@ async def test_an_unknown_path_is_told_in_the_dialect_s_shape(start_bench):
     client = await bench.client()
     with pytest.raises(openai.NotFoundError, match="chat/completions"):
         await client.embeddings.create(model="any", input="x")
+
+
+async def test_a_connection_is_kept_for_longer_than_clients_keep_theirs(start_bench):
+    """Stock HTTP clients give an idle one up after 5 s: a server that does so first breaks off the next request."""
+    bench = await start_bench(Play(HELLO), Play(HELLO))
+    await bench.client()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1, keepalive_timeout=60)) as http:
+        await post(http, bench)
+        (connection,) = http.connector._conns.values()
+        kept, _ = connection[0]
+        await asyncio.sleep(6)
+        assert kept.is_connected()
+        status, _, _ = await post(http, bench)
+    assert status == 200
