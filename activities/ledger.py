@@ -17,9 +17,11 @@ from activities.claiming import ClaimWait
 from activities.layers import policy_for, policy_view
 from activities.parts import next_part
 from proxy.client import ControlClient
+from storage.books.records import EvalResult
 from storage.errors import ConfigError, NotFoundError
 from storage.ledger import TRAIN, Checkpoint, Ledger, RewoundStep
 from storage.manifests import Manifest, write_manifest
+from storage.metrics import pass_at
 from storage.objects import ObjectStore
 from storage.weights import WeightsStore, folder_digest
 from workers.agents.data import data_end
@@ -47,7 +49,7 @@ from workflows.messages import (
     RunStart,
     WeightsRef,
 )
-from workflows.spec import RunSpec
+from workflows.spec import EvaluationSpec, RunSpec
 
 POLL_S = 0.1
 
@@ -73,7 +75,7 @@ class LedgerActivities:
             checkpoint = await beating(self._checkpoint(spec.run))
             return RunStart(lineage=lineage, step=0, checkpoint=checkpoint, replay=())
         start = await self.rewind(RewindInput(run=spec.run, from_lineage=lineage))
-        return start.model_copy(update={"evaluations": await asyncio.to_thread(self._evaluations, spec.run)})
+        return start.model_copy(update={"evaluations": await asyncio.to_thread(self._evaluations, spec)})
 
     @activity.defn(name="rewind")
     async def rewind(self, task: RewindInput) -> RunStart:
@@ -210,25 +212,33 @@ class LedgerActivities:
     @activity.defn(name="wait_evaluation")
     async def wait_evaluation(self, task: EvaluationInput) -> EvaluationOutcome:
         """Wait until every held-out sample has ended; the mean of their rewards."""
-        return await beating(self._evaluated(task))
+        return await beating(self._evaluated(task.spec, task.version))
 
     # Mechanics
 
-    async def _evaluated(self, task: EvaluationInput) -> EvaluationOutcome:
+    async def _evaluated(self, spec: RunSpec, version: int) -> EvaluationOutcome:
         while True:
-            outcome = await asyncio.to_thread(self._outcome, task.run, task.version)
+            outcome = await asyncio.to_thread(self._outcome, spec, version)
             if outcome is not None:
                 return outcome
             await asyncio.sleep(POLL_S)
 
-    def _outcome(self, run: str, version: int) -> EvaluationOutcome | None:
-        result = self._ledger.finish_evaluation(run, f"eval/{version}")
-        return None if result is None else EvaluationOutcome(version=version, mean=result.mean, samples=result.n)
+    def _outcome(self, spec: RunSpec, version: int) -> EvaluationOutcome | None:
+        result = self._ledger.finish_evaluation(spec.run, f"eval/{version}")
+        if result is None:
+            return None
+        return EvaluationOutcome(
+            version=version,
+            mean=result.mean,
+            samples=result.n,
+            failed=result.failed,
+            pass_at=passes(result, spec.evaluation),
+        )
 
-    def _evaluations(self, run: str) -> tuple[EvaluationOutcome, ...]:
+    def _evaluations(self, spec: RunSpec) -> tuple[EvaluationOutcome, ...]:
         """Those an earlier execution of the run has ended, by version."""
-        names = (stream.split("/") for stream in self._ledger.streams(run) if stream != TRAIN)
-        found = (self._outcome(run, version) for version in sorted(int(name[1]) for name in names))
+        names = (stream.split("/") for stream in self._ledger.streams(spec.run) if stream != TRAIN)
+        found = (self._outcome(spec, version) for version in sorted(int(name[1]) for name in names))
         return tuple(outcome for outcome in found if outcome is not None)
 
     async def _checkpoint(self, run: str) -> CheckpointRef:
@@ -306,6 +316,12 @@ class LedgerActivities:
 def _initial_digest(model: str) -> str:
     """Digest of the initial model; a model directory does not change while a control worker lives."""
     return folder_digest(Path(model))
+
+
+def passes(result: EvalResult, evaluation: EvaluationSpec) -> dict[int, float]:
+    """pass@k of an evaluation for each k that the run file asks for, and that has an estimate."""
+    found = {k: pass_at(k, result.rewards, evaluation.pass_reward) for k in evaluation.pass_at}
+    return {k: chance for k, chance in found.items() if chance is not None}
 
 
 def _checkpoint_ref(found: Checkpoint) -> CheckpointRef:

@@ -174,7 +174,9 @@ class Generation:
         """Generate on one engine until it stops; True when the generation is over."""
         what = self._what() + (f" (last problem: {problem})" if problem else "")
         with self._idly():
-            use = await self._services.routes.acquire(self._session.run, self._session.affinity, deadline, what)
+            use = await self._services.routes.acquire(
+                self._session.run, self._session.affinity, deadline, what, version=self._session.policy.version
+            )
         failed = False
         try:
             return await self._on_route(use, budget)

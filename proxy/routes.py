@@ -121,13 +121,15 @@ class RouteTable:
         chosen = [entry for entry in self._entries.values() if run in (None, entry.route.run)]
         return [{**asdict(entry.route), "live": len(entry.uses)} for entry in chosen]
 
-    async def acquire(self, run: str, affinity: str | None, deadline: float, what: str) -> RouteUse:
+    async def acquire(
+        self, run: str, affinity: str | None, deadline: float, what: str, *, version: int | None = None
+    ) -> RouteUse:
         """The best open route of ``run``, now or as soon as there is one; ``deadline`` is monotonic time.
 
-        Raises DeadlineError naming ``what`` waited.
+        With ``version`` only engines that serve those weights will do. Raises DeadlineError naming ``what`` waited.
         """
         while True:
-            entry = self._choose(run, affinity)
+            entry = self._choose(run, affinity, version)
             if entry is not None:
                 use = RouteUse(run, entry.route, entry.engine, entry)
                 entry.uses.add(use)
@@ -136,7 +138,8 @@ class RouteTable:
             changed = self._changed
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"{what} waited for an open route until its limit (pipeline.hold_limit_s)")
+                weights = "" if version is None else f" with weights {version}"
+                raise DeadlineError(f"{what} waited for an open route{weights} until its limit (pipeline.hold_limit_s)")
             try:
                 async with asyncio.timeout(left):
                     await changed.wait()
@@ -213,9 +216,11 @@ class RouteTable:
                 f"after {DRAIN_LIMIT_S:g} s"
             ) from None
 
-    def _choose(self, run: str, affinity: str | None) -> _Entry | None:
+    def _choose(self, run: str, affinity: str | None, version: int | None) -> _Entry | None:
         candidates = [
-            entry for entry in self._entries.values() if (entry.route.run, entry.route.state) == (run, "open")
+            entry
+            for entry in self._entries.values()
+            if (entry.route.run, entry.route.state) == (run, "open") and version in (None, entry.route.version)
         ]
         if not candidates:
             return None

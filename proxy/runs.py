@@ -11,9 +11,9 @@ from typing import Any
 from proxy.trajectory.policy import Policy, derive_seed
 from proxy.trajectory.renderer import Renderer
 from storage.errors import ConfigError
-from storage.ledger import TRAIN, Ledger, SampleKey
+from storage.ledger import Ledger, SampleKey, evaluated_version
 from workers.engines.base import FEATURES
-from workflows.spec import RunSpec
+from workflows.spec import EvaluationSpec, RunSpec, SamplingSpec
 
 EXPIRY_SLACK_S = 60.0
 """Beyond an agent's time limit and one hold: whoever runs the agent ends its session before the proxy does."""
@@ -35,21 +35,23 @@ class Run:
         spec = self.spec
         parsers = self.renderer.family.resolve(spec.model.tool_parser, spec.model.reasoning_parser)
         time_s = spec.agent.time_limit_s + spec.pipeline.hold_limit_s + EXPIRY_SLACK_S
-        greedy_or_not = spec.sampling.temperature
-        if key is not None and key.stream != TRAIN:
-            greedy_or_not = spec.evaluation.temperature
+        sampling: SamplingSpec | EvaluationSpec = spec.sampling
+        version = None if key is None else evaluated_version(key.stream)
+        if version is not None:
+            sampling = spec.evaluation
         return Policy(
             model=self.name,
             max_context=spec.model.max_context,
-            max_tokens=spec.sampling.max_tokens,
-            temperature=greedy_or_not,
-            top_p=spec.sampling.top_p,
+            max_tokens=sampling.max_tokens or spec.sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
             top_k=-1,
             seed=None if key is None else derive_seed(spec.seed, key.stream, key.ordinal, key.sample),
             max_turns=spec.agent.max_turns,
             max_session_tokens=spec.agent.max_session_tokens,
             expires=None if key is None else time.time() + time_s,
             hold_limit_s=spec.pipeline.hold_limit_s,
+            version=version,
             tool_parser=parsers.tool_parser,
             tool_open=spec.model.tool_open,
             tool_close=spec.model.tool_close,

@@ -84,6 +84,15 @@ __all__ = [
 ]
 
 
+def evaluated_version(stream: str) -> int | None:
+    """The weight version that a stream evaluates; None for the training stream.
+
+    >>> evaluated_version("eval/3")
+    3
+    """
+    return None if stream == TRAIN else int(stream.removeprefix("eval/"))
+
+
 class Ledger(Runs, Samples, Groups, Flows, Batches, Sessions, Routes, Retention, Balance):
     """All parts of the ledger over one database.
 

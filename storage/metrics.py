@@ -1,7 +1,8 @@
-"""Measures over busy intervals. Pure functions; times are unix seconds."""
+"""Measures over busy intervals and evaluations. Pure functions; times are unix seconds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from storage.books.records import Interval
@@ -25,6 +26,20 @@ def merge(stretches: Iterable[Stretch]) -> list[Stretch]:
 def shared(a: Sequence[Stretch], b: Sequence[Stretch]) -> float:
     """Seconds that lie in both of two sequences of disjoint stretches."""
     return sum(max(0.0, min(a_end, b_end) - max(a_start, b_start)) for a_start, a_end in a for b_start, b_end in b)
+
+
+def pass_at(k: int, rewards: Iterable[Sequence[float]], passes: float) -> float | None:
+    """pass@k: the mean over tasks of the chance that one of k samples has a reward of ``passes`` or more.
+
+    ``1 - C(n - c, k) / C(n, k)`` for ``n`` rewards of which ``c`` pass, unbiased (Chen et al., arXiv 2107.03374,
+    equation 1). ``rewards`` are those of each task; a task with fewer than k has no estimate; None if no task has one.
+
+    >>> pass_at(2, [[1.0, 0.0, 0.0], [1.0]], 1.0)
+    0.6666666666666667
+    """
+    counts = [(len(of_task), sum(reward >= passes for reward in of_task)) for of_task in rewards]
+    chances = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k]
+    return math.fsum(chances) / len(chances) if chances else None
 
 
 def seconds(intervals: Sequence[Interval], kind: str, node: str | None = None) -> float:

@@ -439,6 +439,10 @@ class EvaluationOutcome(Message):
     version: int
     mean: float | None
     samples: int
+    failed: int = 0
+    """Samples without a reward; they are in no mean."""
+    pass_at: dict[int, float] = {}
+    """pass@k by k, over the tasks that have k rewards."""
 
 
 class EngineView(Message):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from workflows import calls
 from workflows.alarms import alarms
 from workflows.markdown import link, page, table
-from workflows.messages import EngineView, RunState
+from workflows.messages import EngineView, EvaluationOutcome, RunState
 from workflows.spec import NodeSpec, RunSpec
 
 ENDED = ("ending", "finished", "stopped", "failed")
@@ -110,12 +110,17 @@ def _engine(view: RunView, engine: EngineView) -> str:
 
 def _rewards(state: RunState) -> list[str]:
     rows = [
-        (str(e.version), "no sample was scored" if e.mean is None else f"{e.mean:.3g}", str(e.samples))
+        (str(e.version), "no sample was scored" if e.mean is None else f"{e.mean:.3g}", str(e.samples), _passes(e))
         for e in state.evaluations
     ]
+    width = 4 if any(e.pass_at for e in state.evaluations) else 3
     if not rows:
         return ["Held-out reward: not evaluated yet", ""]
-    return table(("weights", "held-out reward", "samples"), rows)
+    return table(("weights", "held-out reward", "samples", "pass@k")[:width], (row[:width] for row in rows))
+
+
+def _passes(evaluation: EvaluationOutcome) -> str:
+    return ", ".join(f"{chance:.3g} at {k}" for k, chance in sorted(evaluation.pass_at.items()))
 
 
 def _last_step(state: RunState) -> list[str]:

@@ -306,6 +306,22 @@ class EvaluationSpec(Spec):
     """Samples per held-out task."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the likeliest tokens that is sampled from."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """New tokens a turn; None: as in training."""
+    pass_at: tuple[int, ...] = ()
+    """Each k for which pass@k is reported: the chance that one of k samples of a task passes, from all its samples."""
+    pass_reward: float = 1.0
+    """A sample passes with this reward or more."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvaluationSpec:
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
+            raise ValueError(f"pass_at {wrong[0]} needs between 1 and evaluation.samples ({self.samples}) samples")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("temperature 0 is greedy: all samples of a task would be equal, so samples must be 1")
+        return self
 
 
 class RunSpec(Spec):

@@ -33,6 +33,8 @@ class Policy:
     expires: float | None = None
     """Unix time at which the session ends by itself."""
     hold_limit_s: float = 600.0
+    version: int | None = None
+    """Weight version that makes the session's tokens, e.g. that of an evaluation; None: whichever an engine serves."""
     history: Literal["keep", "template"] = "keep"
     """``keep`` continues from recorded ids; ``template`` renders every prompt as the deployed server would."""
     train_unused: bool = False

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping
 from itertools import groupby
-from statistics import fmean
 from typing import Any
 
 import sqlalchemy as sa
@@ -189,8 +188,12 @@ def _evaluation(connection: sa.Connection, run: str, stream: str) -> tuple[list[
     ended = [row for row in rows if row.state in (State.SCORED, *TERMINAL)]
     if len(ended) < max(len(rows), admission.admit_until * admission.samples_per_task):
         return rows, None
-    rewards = tuple(row.reward for row in rows if row.state is not State.FAILED and row.reward is not None)
-    return rows, EvalResult(fmean(rewards) if rewards else None, len(rewards), rewards, len(rows) - len(rewards))
+    rewards: dict[int, list[float]] = {row.key.ordinal: [] for row in rows}
+    for row in rows:
+        if row.state is not State.FAILED and row.reward is not None:
+            rewards[row.key.ordinal].append(row.reward)
+    scored = sum(map(len, rewards.values()))
+    return rows, EvalResult(tuple(map(tuple, rewards.values())), failed=len(rows) - scored)
 
 
 def end_group(

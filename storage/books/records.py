@@ -9,6 +9,7 @@ import enum
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 TRAIN = "train"
@@ -280,12 +281,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Rewards of an evaluation by (ordinal, sample); ``failed`` samples have none. ``mean`` is None without rewards."""
+    """Rewards of an evaluation; ``failed`` samples have none."""
 
-    mean: float | None
-    n: int
-    rewards: tuple[float, ...]
+    rewards: tuple[tuple[float, ...], ...]
+    """Of each task by ordinal, its samples in order."""
     failed: int
+
+    @property
+    def n(self) -> int:
+        """Rewards there are."""
+        return sum(map(len, self.rewards))
+
+    @property
+    def mean(self) -> float | None:
+        """Over all samples; None without rewards."""
+        return fmean(reward for of_task in self.rewards for reward in of_task) if self.n else None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage.books.records import EvalResult, RunInfo, StepRecord
 from storage.ledger import TRAIN
+from storage.metrics import pass_at
 from workers.cluster import write_whole
 from workers.tracking.trackers import Figures, Tracker, TrackerKind, trackers_of
 from workflows.spec import RunSpec
@@ -116,8 +117,8 @@ class Follower:
 
     def _tell(self, info: RunInfo) -> None:
         if info.run not in self._told:
-            kinds = trackers_of(RunSpec.model_validate(info.spec))
-            self._told[info.run] = [_Told(info.run, kind, self._root / info.run / kind.name) for kind in kinds]
+            spec = RunSpec.model_validate(info.spec)
+            self._told[info.run] = [_Told(spec, kind, self._root / info.run / kind.name) for kind in trackers_of(spec)]
         complete = [told.tell(self._books) for told in self._told[info.run]]
         if info.stopped is not None and all(complete):
             self._close(info.run)
@@ -131,8 +132,9 @@ class Follower:
 class _Told:
     """One tracker of one run."""
 
-    def __init__(self, run: str, kind: TrackerKind, folder: Path) -> None:
-        self._run = run
+    def __init__(self, spec: RunSpec, kind: TrackerKind, folder: Path) -> None:
+        self._run = spec.run
+        self._evaluation = spec.evaluation
         self._kind = kind
         self._folder = folder
         self._tracker: Tracker | None = None
@@ -178,13 +180,18 @@ class _Told:
             result = books.evaluation(self._run, stream)
             if result is not None:
                 position = position.model_copy(update={"evaluations": position.evaluations | {stream}})
-                yield Entry(_of_evaluation(result), int(stream.removeprefix("eval/")), time.time(), position)
+                yield Entry(self._of_evaluation(result), int(stream.removeprefix("eval/")), time.time(), position)
+
+    def _of_evaluation(self, result: EvalResult) -> Figures:
+        figures = {"eval/samples": float(result.n), "eval/failed": float(result.failed)}
+        if result.mean is not None:
+            figures["eval/reward_mean"] = result.mean
+        for k in self._evaluation.pass_at:
+            chance = pass_at(k, result.rewards, self._evaluation.pass_reward)
+            if chance is not None:
+                figures[f"eval/pass_at_{k}"] = chance
+        return figures
 
 
 def _of_step(step: StepRecord) -> Figures:
     return {f"train/{name}": float(value) for name, value in step.metrics.items() if isinstance(value, int | float)}
-
-
-def _of_evaluation(result: EvalResult) -> Figures:
-    figures = {"eval/samples": float(result.n), "eval/failed": float(result.failed)}
-    return figures if result.mean is None else {"eval/reward_mean": result.mean, **figures}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from statistics import fmean
+
 import pytest
 
 from storage.ledger import Interval
-from storage.metrics import merge, overlap_fraction, seconds
+from storage.metrics import merge, overlap_fraction, pass_at, seconds
 
 
 def train(node: str, start: float, end: float) -> Interval:
@@ -42,3 +45,15 @@ def test_seconds_of_a_kind_are_of_one_node_or_of_any() -> None:
     assert seconds(intervals, "generate") == 4
     assert seconds(intervals, "generate", "a") == 2
     assert seconds(intervals, "train", "b") == 0
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
+    tasks = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.5, 1.0, 1.0, 1.0]]
+    for k in (1, 2, 3, 4):
+        chances = [fmean(max(chosen) >= 1.0 for chosen in combinations(rewards, k)) for rewards in tasks]
+        assert pass_at(k, tasks, 1.0) == pytest.approx(fmean(chances))
+
+
+def test_a_task_with_fewer_rewards_than_k_has_no_estimate() -> None:
+    assert pass_at(2, [[1.0], [0.0, 1.0]], 1.0) == 1.0
+    assert pass_at(2, [[1.0]], 1.0) is None
