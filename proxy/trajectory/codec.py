@@ -5,7 +5,8 @@ else, so what stands between two of them is encoded by itself. Such segments
 are kept in a bounded cache: system prompts, tool lists and the messages that
 the samples of a group share are encoded once. That the ids are those of the
 whole text is proved at start-up on samples; where it is not so, only whole
-texts are kept.
+texts are kept. What is not there is looked up word by word where that can be
+(:mod:`proxy.trajectory.words`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from proxy.trajectory.detokenizer import Decode, overlap
 from proxy.trajectory.tree import Ids
+from proxy.trajectory.words import Words
 from storage.errors import InvalidRequest
 
 _CACHED_TEXT = 4 * 1024 * 1024
@@ -67,6 +69,7 @@ class Codec:
         """Text -> id of the special tokens."""
         self.cuts = _cuts(added.values(), template)
         """Special tokens at which a text is cut into segments."""
+        self._words = Words.of(tokenizer)
         self._cut_ids = {mark: np.asarray([tokenizer.token_to_id(mark)], np.int32) for mark in self.cuts}
         self._cache = _Cache(_CACHED_TEXT)
         if not self._proved():
@@ -84,9 +87,7 @@ class Codec:
                 found[key] = ids
             elif key:
                 missing.append(key)
-        for key, ids in zip(missing, self._encode(missing), strict=True):
-            found[key] = ids[1:] if self._behind_cut(key) else ids
-            self._cache.put(key, found[key])
+        found.update(self._made(missing))
         parts: list[Ids] = []
         for mark, key in zip(marks, keys, strict=True):
             if mark:
@@ -134,8 +135,20 @@ class Codec:
         keys = [self.cuts[0] + piece if lead and piece else piece for lead, piece in parts]
         return [lead for lead, _ in parts], keys
 
-    def _behind_cut(self, key: str) -> bool:
-        return bool(self.cuts) and key.startswith(self.cuts[0])
+    def _made(self, keys: list[str]) -> dict[str, Ids]:
+        """Ids of segments that are not in the cache; now they are."""
+        first, words = self.cuts[0] if self.cuts else "", self._words
+        made = {}
+        for key in keys:
+            ids = words.encode(key.removeprefix(first)) if words is not None else None
+            if ids is not None:
+                made[key] = ids
+        others = [key for key in keys if key not in made]
+        for key, ids in zip(others, self._encode(others), strict=True):
+            made[key] = ids[1:] if first and key.startswith(first) else ids
+        for key, ids in made.items():
+            self._cache.put(key, ids)
+        return made
 
     def _encode(self, texts: list[str]) -> list[Ids]:
         if not texts:

@@ -39,7 +39,8 @@ def tokenizer_of(name: str, folder: Path) -> tuple[Tokenizer, str]:
 
 
 @pytest.fixture
-def counted(tmp_path):
+def counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.Words, "of", lambda tokenizer: None)
     counting = Counting(tokenizer_of("qwen3", tmp_path)[0])
     codec = Codec(counting, "<|im_start|><|im_end|>")
     counting.texts.clear()
