@@ -22,12 +22,10 @@ class Event(NamedTuple):
 class Answering:
     """``events`` only grows; every reader keeps its own position in it. Readers attach, and detach when they go.
 
-    ``opening`` is the append of the turn itself, which nothing may overtake.
+    ``whole``: they read it when it is done.
     """
 
-    def __init__(
-        self, services: Services, session: Session, turn: Turn, opening: asyncio.Task[None] | None = None
-    ) -> None:
+    def __init__(self, services: Services, session: Session, turn: Turn, *, whole: bool = False) -> None:
         self.turn = turn
         self.events: list[Event] = []
         self.leaving = False
@@ -37,10 +35,10 @@ class Answering:
         self.lost: Exception | None = None
         """Why this process does not have the session any more."""
         self._open = len(turn.choices)
-        self._news = asyncio.Event()
+        self._waiters: set[asyncio.Future[bool]] = set()
         self._generations: list[Generation] = []
         self._generations += [
-            Generation(services, session, turn, choice, partial(self._show, choice.index), opening)
+            Generation(services, session, turn, choice, partial(self._show, choice.index), whole=whole)
             for choice in turn.choices
         ]
 
@@ -87,15 +85,19 @@ class Answering:
             self.lost = error
             self.stop()
 
-    async def news(self, seen: int, timeout_s: float | None = None) -> bool:
+    async def news(self, seen: int, timeout_s: float = 3600.0) -> bool:
         """Wait for more than ``seen`` events or the end; False: nothing came in ``timeout_s``."""
-        while len(self.events) <= seen and not self.done:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            except TimeoutError:
-                return False
-        return True
+        if len(self.events) > seen or self.done:
+            return True
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiters.add(waiter)
+        timer = loop.call_later(timeout_s, _settle, waiter, False)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
 
     async def gone(self) -> None:
         """Wait for the end of every owner, however it ends."""
@@ -109,5 +111,10 @@ class Answering:
             self.events.append(Event(choice, None))
             if self.turn.choices[choice].status == "failed":
                 self.stop()  # the answer as a whole has failed
-        self._news.set()
-        self._news = asyncio.Event()
+        for waiter in self._waiters:
+            _settle(waiter, True)
+
+
+def _settle(waiter: asyncio.Future[bool], news: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(news)

@@ -7,9 +7,8 @@ other paths go to the control API.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import orjson
@@ -115,8 +114,9 @@ class AgentApp:
         headers: Headers,
     ) -> None:
         request = dialect.parse(body)
-        async with _running(disconnected(receive)) as gone:
-            turn, skip = _told(headers)
+        turn, skip = _told(headers)
+        gone = asyncio.create_task(disconnected(receive))
+        try:
             answering = await live.request(
                 request,
                 body,
@@ -126,28 +126,33 @@ class AgentApp:
             )
             told = False
             try:
-                if gone.done():  # while the request was placed: no engine has been asked yet
-                    return
-                answer = _Answer(live, request, answering, dialect, send, skip)
-                async with _running(answer.stream() if request.stream else answer.whole()) as writing:
-                    await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
-                    told = writing.done()
-                    if told:
-                        await writing
+                if not gone.done():  # else no engine has been asked yet, nor will be
+                    answer = _Answer(live, request, answering, dialect, send, skip)
+                    told = await _unless(gone, answer.stream() if request.stream else answer.whole())
             finally:
                 await live.part(answering, told=told)
+        finally:
+            gone.cancel()
 
 
-@contextlib.asynccontextmanager
-async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that does not outlive the block."""
-    task = asyncio.create_task(work)
+async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> bool:
+    """Do ``work`` until ``gone`` is done; whether it was finished before."""
     try:
-        yield task
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, SeamlessFlowError, _Broken, Elsewhere):
-            await task
+        async with asyncio.timeout(None) as limit:
+
+            def end(_: asyncio.Task[None]) -> None:
+                limit.reschedule(asyncio.get_running_loop().time())
+
+            gone.add_done_callback(end)
+            try:
+                await work
+            finally:
+                gone.remove_done_callback(end)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return False
+    return True
 
 
 class _Broken(Exception):

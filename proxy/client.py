@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -189,13 +190,16 @@ class ControlClient:
         max_turns: int | None = None,
         max_session_tokens: int | None = None,
         time_limit_s: float | None = None,
+        idempotency_key: str | None = None,
     ) -> dict[str, Any]:
         """A session outside the sample queue: ``{"session", "api_key", "base_url", "model"}``.
 
-        Limits may only be narrower than the run's. With a ``parent`` it ends when that session ends.
+        Limits may only be narrower than the run's. With a ``parent`` it ends when that session ends. Calls with the
+        same ``idempotency_key`` have the same session; without one every call has its own, however often it is sent.
         """
         limits = {"max_turns": max_turns, "max_session_tokens": max_session_tokens, "time_limit_s": time_limit_s}
-        body = {"run": run, "parent": parent, "label": label, "limits": limits}
+        key = idempotency_key or secrets.token_urlsafe(32)
+        body = {"run": run, "parent": parent, "label": label, "limits": limits, "idempotency_key": key}
         return cast(dict[str, Any], await self._call("POST", "/control/sessions", body))
 
     async def session(self, session: str) -> dict[str, Any]:

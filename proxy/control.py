@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from typing import Annotated, Any, Literal
 
@@ -97,6 +98,8 @@ class SessionBody(_Body):
     parent: str | None = None
     limits: LimitsBody = LimitsBody()
     label: str | None = Field(default=None, max_length=200)
+    idempotency_key: str | None = Field(default=None, min_length=1, max_length=200)
+    """Asked for again with the same one, the session is the one that was made."""
 
 
 class OutputBody(_Body):
@@ -139,7 +142,7 @@ def control_app(service: Service, control_key: str) -> FastAPI:
     _add_errors(app)
     _add_runs(app, service, key)
     _add_samples(app, service, key)
-    _add_sessions(app, service, key)
+    _add_sessions(app, service, key, control_key)
     _add_routes(app, service, key)
     if service.peers is not None:
         _add_peers(app, service, service.peers, key)
@@ -222,12 +225,16 @@ def _add_samples(app: FastAPI, service: Service, key: list[Any]) -> None:
         return {"session": body.session}
 
 
-def _add_sessions(app: FastAPI, service: Service, key: list[Any]) -> None:
+def _add_sessions(app: FastAPI, service: Service, key: list[Any], control_key: str) -> None:
     desk = service.session_desk
 
     @app.post("/control/sessions", dependencies=key)
     async def create(body: SessionBody) -> dict[str, str]:
-        new = await desk.create(body.run, Limits(**body.limits.model_dump()), body.parent, body.label)
+        secret = None
+        if body.idempotency_key is not None:  # of which the session's key is made: nobody else may be able to
+            named = f"{body.run}\0{body.idempotency_key}".encode()
+            secret = hmac.digest(control_key.encode(), named, "sha256")
+        new = await desk.create(body.run, Limits(**body.limits.model_dump()), body.parent, body.label, secret)
         return {"session": new.session, "api_key": new.api_key, "base_url": new.base_url, "model": new.model}
 
     @app.get("/control/sessions/{session}", dependencies=key)

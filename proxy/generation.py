@@ -26,7 +26,7 @@ from proxy.routes import RouteTable, RouteUse
 from proxy.trajectory import replay
 from proxy.trajectory.answer import Delta
 from proxy.trajectory.policy import choice_seed, segment_seed
-from proxy.trajectory.recording import Marks, Segment
+from proxy.trajectory.recording import Segment
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
 from proxy.trajectory.turn import Choice, Turn
@@ -70,8 +70,8 @@ class Services:
 class Generation:
     """The owner of one choice; ``show`` is called with its new deltas and whether it is done.
 
-    ``opening`` is the append of the turn itself, which nothing may overtake. A choice that is finished already is
-    only shown again.
+    ``whole``: nobody reads the answer before its end, so its tokens need not be journalled piece by piece. A choice
+    that is finished already is only shown again.
     """
 
     def __init__(
@@ -81,12 +81,14 @@ class Generation:
         turn: Turn,
         choice: Choice,
         show: Callable[[list[Delta], bool], None],
-        opening: asyncio.Task[None] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self._services = services
         self._session = session
-        self._opening = opening
         self._show = show
+        # What ends an answer here and not in the engine is looked for in every piece.
+        self._whole = whole and not turn.used.stop and not turn.single_call
         self.turn = turn
         self.choice = choice
         self.error: Exception | None = None
@@ -209,8 +211,8 @@ class Generation:
         self._upstream = upstream
         use.on_cut = upstream.interrupt
         try:
-            async for batch in upstream.batches():
-                if await self._take(batch, segment):
+            while (chunk := await upstream.read()) is not None:
+                if await self._take(chunk, segment):
                     return True
             return False
         finally:
@@ -232,27 +234,28 @@ class Generation:
             logit_bias=used.logit_bias,
             json_schema=None if used.json_schema is None else orjson.dumps(used.json_schema).decode(),
             top_logprobs=used.top_logprobs,
+            whole=self._whole,
         )
 
-    async def _take(self, batch: list[Chunk], segment: Segment) -> bool:
-        """Journal a batch, then show it; True when the generation is over."""
+    async def _take(self, chunk: Chunk, segment: Segment) -> bool:
+        """Journal a chunk, then show it; True when the generation is over."""
         turn, choice, recording = self.turn, self.choice, self.choice.recording
         entries: list[Entry] = []
         if not recording.segments or recording.segments[-1] is not segment:
             recording.begin(segment)
             entries.append(replay.segment_entry(turn, choice, segment))
-        ids, logprobs, marks = self._join(batch)
-        tops = [[[token, value] for token, value in top] for chunk in batch for top in chunk.tops]
-        accepted, deltas = self._builder.feed(ids)
-        self._services.counters.undelivered += len(ids) - accepted
-        ids, logprobs, marks, tops = ids[:accepted], logprobs[:accepted], _cut_marks(marks, accepted), tops[:accepted]
+        accepted, deltas = self._builder.feed(chunk.ids)
+        self._services.counters.undelivered += len(chunk.ids) - accepted
+        ids, logprobs = chunk.ids[:accepted], chunk.logprobs[:accepted]
+        marks = recording.marks(accepted, chunk.version)
+        tops = [[[token, value] for token, value in top] for top in chunk.tops[:accepted]]
         if ids:
             entries.append(replay.tokens_entry(turn, choice, ids, logprobs, marks, tops))
-        spans = [[span.version, span.start, span.end] for chunk in batch for span in chunk.spans or ()]
+        spans = [[span.version, span.start, span.end] for span in chunk.spans or ()]
         if spans:
             entries.append(replay.spans_entry(turn, choice, spans))
         stopped = self._builder.over
-        finish = batch[-1].finish
+        finish = chunk.finish
         over = stopped or (finish is not None and finish.kind != "abort")
         ended = stopped or (finish is not None and finish.kind == "stop")
         if over:
@@ -271,20 +274,6 @@ class Generation:
             self._upstream.interrupt()
         return over
 
-    def _join(self, batch: Iterable[Chunk]) -> tuple[list[int], list[float], Marks]:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        marks: Marks = []
-        for chunk in batch:
-            ids += chunk.ids
-            logprobs += chunk.logprobs
-            for version, count in self.choice.recording.marks(len(chunk.ids), chunk.version):
-                if marks and marks[-1][0] == version:
-                    marks[-1][1] += count
-                elif count:
-                    marks.append([version, count])
-        return ids, logprobs, marks
-
     async def _end(self, *, ended: bool) -> None:
         """Over without another token from an engine."""
         await self._save([replay.end_entry(self.turn, self.choice, ended=ended)])
@@ -302,9 +291,6 @@ class Generation:
             _log.error("generation %s: its failure is not in the journal: %s", self.choice.generation, second)
 
     async def _save(self, entries: list[Entry]) -> None:
-        if self._opening is not None:
-            await self._opening  # if it failed, nothing about the turn may be written
-            self._opening = None
         if entries:
             await self._services.journal.append(*journal_records(self._session.id, entries))
 
@@ -324,17 +310,6 @@ class Generation:
 def journal_records(session: str, entries: Iterable[Entry]) -> list[JournalRecord]:
     """Entries of a session as records of the journal."""
     return [JournalRecord(session, entry.kind, entry.data, entry.ids, entry.logprobs) for entry in entries]
-
-
-def _cut_marks(marks: Marks, tokens: int) -> Marks:
-    """The first ``tokens`` tokens of run-length encoded ``marks``."""
-    kept: Marks = []
-    for version, count in marks:
-        take = min(count, tokens)
-        if take:
-            kept.append([version, take])
-        tokens -= take
-    return kept
 
 
 _TOO_LONG = re.compile(r"(exceeds?|longer than) the (model's )?(maximum )?context|input .* is longer than")

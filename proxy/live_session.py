@@ -7,20 +7,22 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from proxy.answering import Answering
 from proxy.dialects.base import TurnRequest
 from proxy.generation import JournalWriter, Services, journal_records
 from proxy.ids import new_id
+from proxy.scribe import Scribe
 from proxy.trajectory import replay
 from proxy.trajectory.replay import Entry
 from proxy.trajectory.session import Session
 from proxy.trajectory.turn import Turn
-from storage.errors import SeamlessFlowError, StorageError
+from storage.errors import SeamlessFlowError
 from storage.journal import CLOSED
 from storage.ledger import SessionRecord
 
-_LARGE_REQUEST = 32 * 1024
+_LARGE_REQUEST = 128 * 1024
 """Bytes of body above which rendering and tokenizing leave the event loop."""
 _TURN_TOKENS = 500
 """What the records of a turn weigh, in tokens."""
@@ -51,16 +53,16 @@ class LiveSession:
         self.children = list(children)
         self.sealing = asyncio.Lock()
         """Held while the session ends, and by those who must not see that half done."""
-        self._services = services
+        self._journal = services.journal
+        self._scribe = Scribe(services.journal, f"session {session.id}")
+        self._services = replace(services, journal=self._scribe)
         self._answering: dict[int, Answering] = {}
         self._placing = asyncio.Lock()
-        self._opening: asyncio.Task[None] | None = None
-        """The append of the latest turn."""
 
     @property
     def journal(self) -> JournalWriter:
         """What its records are written with."""
-        return self._services.journal
+        return self._journal
 
     @property
     def ended(self) -> bool:
@@ -106,7 +108,7 @@ class LiveSession:
             if turn is not None:
                 found = self.session.turn_of(digest, turn)
             if found is not None and not self.session.sealed:
-                return await self._resume(found)
+                return await self._resume(found, whole=not request.stream)
             return await self._begin(request, len(body), digest, idempotency_key)
 
     async def part(self, answering: Answering, *, told: bool) -> None:
@@ -123,6 +125,7 @@ class LiveSession:
         for answering in list(self._answering.values()):
             answering.stop()
             await answering.gone()
+        await self._scribe.flush()
 
     def lose(self, error: Exception) -> None:
         """The session is not ours any more: who waits for an answer gets ``error``."""
@@ -141,7 +144,7 @@ class LiveSession:
 
     async def _begin(self, request: TurnRequest, size: int, digest: str, key: str) -> Answering:
         session = self.session
-        await self._check_journal()
+        self._scribe.check()
         now = time.time()
         request = session.resolve(request)
         if size > _LARGE_REQUEST:
@@ -158,11 +161,10 @@ class LiveSession:
             body_digest=digest,
             idempotency_key=key,
         )
-        records = journal_records(session.id, [replay.turn_entry(turn, placement)])
-        self._opening = asyncio.create_task(self._services.journal.append(*records), name=f"open turn of {session.id}")
-        return self._attach(Answering(self._services, session, turn, self._opening))
+        self._scribe.note(*journal_records(session.id, [replay.turn_entry(turn, placement)]))
+        return self._attach(Answering(self._services, session, turn, whole=not request.stream))
 
-    async def _resume(self, turn: Turn) -> Answering:
+    async def _resume(self, turn: Turn, *, whole: bool) -> Answering:
         """Attach to the turn's answer, which may be running, over, or left when its client went away."""
         answering = self._answering.get(turn.index)
         if answering is not None and answering.leaving:
@@ -173,20 +175,11 @@ class LiveSession:
         for choice in aborted:
             choice.status = "open"
         if aborted or answering is None:
-            answering = Answering(self._services, self.session, turn)
+            answering = Answering(self._services, self.session, turn, whole=whole)
         return self._attach(answering)
-
-    async def _check_journal(self) -> None:
-        """Raises StorageError if the latest turn is not in the journal: nothing of this session may follow it there."""
-        opening = self._opening
-        if opening is not None:
-            await asyncio.wait({opening})
-            if opening.exception() is not None:
-                raise StorageError(f"session {self.session.id} has a turn that is not in the journal")
 
     async def _mark_left(self, turn: Turn, left: bool) -> None:
         turn.left = left
-        await self._check_journal()
         await self._services.journal.append(*journal_records(self.session.id, [replay.left_entry(turn)]))
 
     def _attach(self, answering: Answering) -> Answering:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from proxy.runs import Runs
 from proxy.samples import SampleDesk
@@ -27,28 +29,38 @@ class SessionDesk:
         self._runs = runs
         self._sessions = sessions
         self._samples = samples
+        self._making: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def create(self, run: str, limits: Limits, parent: str | None, label: str | None) -> NewSession:
-        """A session outside the sample queue.
+    async def create(
+        self, run: str, limits: Limits, parent: str | None, label: str | None, secret: bytes | None = None
+    ) -> NewSession:
+        """A session outside the sample queue; asked for again with the same ``secret`` it is the one it was.
 
         With a ``parent`` it has that one's policy and what is left of its time, and ends with it: a sub-agent whose
         turns shall not be trained with its agent's. Raises SessionClosed if the parent has ended.
         """
-        if parent is None:
-            policy = (await self._runs.get(run)).policy().tightened(limits, time.time())
-            new, record = self._sessions.new(run, policy, label=label)
+        async with self._making.setdefault(secret or secrets.token_bytes(32), asyncio.Lock()):
+            if parent is None:
+                return await self._open((await self._runs.get(run)).policy(), run, limits, None, label, secret)
+            owner = await self._sessions.get(parent)
+            async with owner.sealing:
+                if owner.record.run != run:
+                    raise InvalidRequest(f"parent {parent} is a session of run {owner.record.run!r}", param="parent")
+                if owner.ended:
+                    raise SessionClosed(f"session {parent} has ended: nothing is opened on its behalf any more")
+                policy = _of_child(owner.session.policy, len(owner.children))
+                new = await self._open(policy, run, limits, parent, label, secret)
+                if new.session not in owner.children:
+                    owner.children.append(new.session)
+                return new
+
+    async def _open(
+        self, policy: Policy, run: str, limits: Limits, parent: str | None, label: str | None, secret: bytes | None
+    ) -> NewSession:
+        policy = policy.tightened(limits, time.time())
+        new, record = self._sessions.new(run, policy, parent=parent, label=label, secret=secret)
+        if secret is None or not await asyncio.to_thread(self._ledger.session_by_key_hash, record.key_hash):
             await self._sessions.create([record])
-            return new
-        owner = await self._sessions.get(parent)
-        async with owner.sealing:
-            if owner.record.run != run:
-                raise InvalidRequest(f"parent {parent} is a session of run {owner.record.run!r}", param="parent")
-            if owner.ended:
-                raise SessionClosed(f"session {parent} has ended: nothing is opened on its behalf any more")
-            policy = _of_child(owner.session.policy, len(owner.children)).tightened(limits, time.time())
-            new, record = self._sessions.new(run, policy, parent=parent, label=label)
-            await self._sessions.create([record])
-            owner.children.append(new.session)
         return new
 
     async def finish(self, session: str, output: Any) -> str:

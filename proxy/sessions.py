@@ -92,9 +92,14 @@ class Sessions:
         attempt: int = 0,
         parent: str | None = None,
         label: str | None = None,
+        secret: bytes | None = None,
     ) -> tuple[NewSession, SessionRecord]:
-        """A session that is to be entered by :meth:`create`; ``key`` and ``attempt`` say of which sample."""
-        session, api_key = f"s{secrets.token_hex(12)}", f"sfs_{secrets.token_urlsafe(32)}"
+        """A session that is to be entered by :meth:`create`; ``key`` and ``attempt`` say of which sample.
+
+        The same 32 bytes of ``secret`` make the same session with the same key.
+        """
+        secret = secret or secrets.token_bytes(32)
+        session, api_key = f"s{_derived(secret, b'id').hex()[:24]}", f"sfs_{_derived(secret, b'key').hex()}"
         facts: dict[str, Any] = {"parent": parent, "label": label, "proxy": self._peers.id if self._peers else None}
         record = SessionRecord(session, key_hash(api_key), run, key, attempt, policy.to_json(), **facts)
         return NewSession(session, api_key, f"{self._base_url}/s/{session}/v1", policy.model), record
@@ -288,6 +293,10 @@ def count_turns(journal: Journal, session: str) -> tuple[int, int]:
     """(turns, forks) in the journal of a session. Blocks: call it in a thread."""
     outcomes = [row.data["outcome"] for row in journal.read(session) if row.kind == "turn"]
     return len(outcomes), outcomes.count(Outcome.FORK.value)
+
+
+def _derived(secret: bytes, what: bytes) -> bytes:
+    return hashlib.blake2b(what, key=secret, digest_size=32).digest()
 
 
 def key_hash(key: str) -> str:

@@ -1,11 +1,10 @@
-"""One request to one engine: read by its own task, taken in batches, interruptible."""
+"""One request to one engine: read chunk by chunk, interruptible."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 
 from storage.errors import EngineError
 from workers.engines.base import Chunk, Engine, Sampling, TokenIds
@@ -17,65 +16,45 @@ _log = logging.getLogger(__name__)
 
 
 class Upstream:
-    """Chunks that arrive while the previous ones are being journalled are taken together in the next batch."""
+    """Read by one task; whoever interrupts it may be another. To be closed."""
 
     def __init__(self, engine: Engine, ids: TokenIds, sampling: Sampling, *, request_id: str, salt: str) -> None:
         self._engine = engine
         self._request_id = request_id
-        self._inbox: list[Chunk] = []
-        self._arrived = asyncio.Event()
-        self._error: EngineError | None = None
-        self._ended = False
+        self._chunks = engine.generate(ids, sampling, request_id=request_id, salt=salt)
+        self._reading: asyncio.Timeout | None = None  # while the reader waits; expires when the connection is dropped
+        self._over = asyncio.Event()
         self._interruption: asyncio.Task[None] | None = None
-        self._reader = asyncio.create_task(self._read(ids, sampling, salt), name=f"read {request_id}")
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether we ended it, not the engine."""
-        return self._interruption is not None
-
-    async def batches(self) -> AsyncIterator[list[Chunk]]:
-        """All chunks, in order; raises the engine's error after the last one, unless we interrupted it."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            batch, self._inbox = self._inbox, []
-            if batch:
-                yield batch
-            elif self._ended:
-                break
-            if self._ended:
-                self._arrived.set()
-        if self._error is not None and not self.interrupted:
-            raise self._error
+    async def read(self) -> Chunk | None:
+        """The next chunk; None: there is none. Raises the engine's error, unless we interrupted it."""
+        if self._over.is_set():
+            return None
+        try:
+            async with asyncio.timeout(None) as self._reading:
+                return await anext(self._chunks)
+        except (StopAsyncIteration, TimeoutError):
+            self._over.set()
+        except BaseException as error:
+            self._over.set()
+            if not isinstance(error, EngineError) or self._interruption is None:
+                raise
+        finally:
+            self._reading = None
+        return None
 
     def interrupt(self) -> None:
         """Abort on the engine by request id; tokens that still come within :data:`DRAIN_S` are kept."""
-        if self._interruption is None and not self._ended:
+        if self._interruption is None and not self._over.is_set():
             self._interruption = asyncio.create_task(self._interrupt(), name=f"interrupt {self._request_id}")
 
     async def close(self) -> None:
         """Drop the connection, which aborts the request if it still runs."""
         if self._interruption is not None:
-            await asyncio.wait({self._interruption}, timeout=2 * DRAIN_S)
-            self._interruption.cancel()
-        self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
-
-    async def _read(self, ids: TokenIds, sampling: Sampling, salt: str) -> None:
-        try:
-            async with contextlib.aclosing(
-                self._engine.generate(ids, sampling, request_id=self._request_id, salt=salt)
-            ) as chunks:
-                async for chunk in chunks:
-                    self._inbox.append(chunk)
-                    self._arrived.set()
-        except EngineError as error:
-            self._error = error
-        finally:
-            self._ended = True
-            self._arrived.set()
+            while await self.read() is not None:
+                pass
+            await self._interruption
+        await self._chunks.aclose()
 
     async def _interrupt(self) -> None:
         try:
@@ -84,5 +63,9 @@ class Upstream:
         except (EngineError, TimeoutError) as error:
             # The engine may be gone; dropping the connection below aborts the request if it is not.
             _log.info("abort of %s: %s", self._request_id, error)
-        await asyncio.wait({self._reader}, timeout=DRAIN_S)
-        self._reader.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._over.wait()
+        self._over.set()
+        if self._reading is not None:
+            self._reading.reschedule(asyncio.get_running_loop().time())

@@ -8,6 +8,7 @@ their square.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,12 @@ def segment_entry(turn: Turn, choice: Choice, segment: Segment) -> Entry:
 
 
 def tokens_entry(
-    turn: Turn, choice: Choice, ids: list[int], logprobs: list[float], marks: Marks, tops: list[list[list[float]]]
+    turn: Turn,
+    choice: Choice,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    marks: Marks,
+    tops: list[list[list[float]]],
 ) -> Entry:
     """Sampled tokens, before anyone sees them."""
     data = {**_at(turn, choice), "versions": marks}

@@ -54,6 +54,25 @@ async def test_a_session_is_opened_used_rewarded_and_finished(start_bench):
     assert await control.finish_session(session["session"]) == "closed"
 
 
+async def test_a_session_that_is_asked_for_again_with_its_key_is_the_same_session(start_bench):
+    bench = await start_bench(Play(toy_ids("Hello")), Play(toy_ids("again")))
+    control = bench.proxy.control
+    together = await asyncio.gather(*(control.create_session("demo", idempotency_key="job 7") for _ in range(3)))
+    first, *others = together
+    assert others == [first, first]
+    await ask(bench, first)
+    assert await control.create_session("demo", idempotency_key="job 7") == first
+    await ask(bench, first)
+    assert len((await control.session(first["session"]))["turns"]) == 2
+    other = await control.create_session("demo", idempotency_key="job 8")
+    assert {*other.values()} & {first["session"], first["api_key"]} == set()
+    children = [
+        await control.create_session("demo", parent=first["session"], idempotency_key="helper") for _ in range(2)
+    ]
+    assert (await control.session(first["session"]))["children"] == [children[0]["session"]]
+    assert len(await control.sessions("demo")) == 3
+
+
 async def test_a_reward_is_recorded_once_and_a_missing_one_with_its_cause(start_bench):
     bench = await start_bench()
     control = bench.proxy.control

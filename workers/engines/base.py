@@ -59,6 +59,8 @@ class Sampling:
     """JSON text of the schema that the output must follow."""
     top_logprobs: int = 0
     """How many of the likeliest tokens to report at each position."""
+    whole: bool = False
+    """Nobody reads the output before its end: it may be handed over in few chunks."""
 
 
 FEATURES: dict[str, frozenset[str]] = {

@@ -13,7 +13,7 @@ from storage.errors import EngineError, EngineProtocolError, EngineRejected, Eng
 from workers.engines.base import Chunk
 from workers.engines.http_stream import GATHER_S as GATHER_S
 from workers.engines.http_stream import StreamBroken, StreamClient
-from workers.engines.stream import SseDecoder
+from workers.engines.stream import SseDecoder, joined
 
 _JSON = {"Content-Type": "application/json"}
 
@@ -85,18 +85,20 @@ class HttpEngine:
         await self._streams.close()
         await self._http.close()
 
-    async def _stream(self, path: str, body: bytes, reader: Reader) -> AsyncGenerator[Chunk, None]:
-        """POST and read events up to the final one."""
+    async def _stream(
+        self, path: str, body: bytes, reader: Reader, *, whole: bool = False
+    ) -> AsyncGenerator[Chunk, None]:
+        """POST and read events up to the final one; ``whole`` as of :class:`~workers.engines.base.Sampling`."""
         sse, connection = SseDecoder(), None
         try:
-            connection = await self._streams.post(path, body)
+            connection = await self._streams.post(path, body, whole=whole)
             if connection.status != 200:
                 raise self._refusal(path, connection.status, await connection.whole())
             while data := await connection.read():
                 events = [payload for payload in sse.feed(data) if payload != b"[DONE]"]
-                for chunk in reader.read_all(events):
+                for chunk in joined(reader.read_all(events)):
                     yield chunk
-                    if reader.finished:
+                    if chunk.finish is not None:
                         return
             broken = "ended without a final event"
         except StreamBroken as error:

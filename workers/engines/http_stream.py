@@ -17,6 +17,8 @@ GATHER_S = 0.02
 PACE: Final = ((GATHER_S, 0.005, GATHER_S), (0.2, GATHER_S, GATHER_S), (float("inf"), 0.05, 0.05))
 """(up to this age of the stream, the socket rests so long, data is handed over after so long), in seconds: the end of a
 short answer is seen soon, that of a long one late by a small part of what it took."""
+WHOLE_GAP_S: Final = 0.1
+"""Data of an answer that nobody reads before its end is handed over after so long, the first too."""
 _REFUSAL = 64 * 2**10
 """What is read of an answer that says why not."""
 _IDLE_S = 15.0
@@ -53,8 +55,8 @@ class StreamClient:
         self._open: set[Connection] = set()
         self._idle: list[Connection] = []
 
-    async def post(self, path: str, body: bytes) -> Connection:
-        """Send JSON; returns when the first piece of the answer's body is there, or its end.
+    async def post(self, path: str, body: bytes, *, whole: bool = False) -> Connection:
+        """Send JSON; returns when the first piece of the answer's body is there, or its end, soon if it is ``whole``.
 
         A kept connection that turns out to be closed, with nothing said, is replaced once. Raises StreamBroken.
         """
@@ -62,11 +64,11 @@ class StreamClient:
         if self._idle:
             connection = self._idle.pop()
             try:
-                return await connection.exchange(head, body)
+                return await connection.exchange(head, body, whole)
             except StreamBroken:
                 if not connection.was_closed:
                     raise
-        return await (await self._connect()).exchange(head, body)
+        return await (await self._connect()).exchange(head, body, whole)
 
     async def close(self) -> None:
         """Close every connection, also those in use."""
@@ -117,18 +119,20 @@ class Connection(asyncio.Protocol):
         self._heard = 0.0
         self._first = 0.0  # when the first piece was handed over
         self._due = 0.0  # when the next may be
-        self._rest_s = 0.0
+        self._rest_s = self._least_gap_s = 0.0
 
     @property
     def status(self) -> int:
         """Of the answer."""
         return self._answer.status
 
-    async def exchange(self, head: bytes, body: bytes) -> Connection:
+    async def exchange(self, head: bytes, body: bytes, whole: bool) -> Connection:
         """Send a request and wait for the first of its answer's body. Raises StreamBroken."""
         self._answer = Answer()
         self._busy, self._left = True, False
-        self._first = self._due = 0.0
+        self._first, self._rest_s = 0.0, PACE[0][1]
+        self._least_gap_s = WHOLE_GAP_S if whole else 0.0
+        self._due = self._loop.time() + WHOLE_GAP_S if whole else 0.0
         self._cancel_timer()
         self._watch = self._loop.call_later(self._silence_s, self._check_silence)
         if not self._transport.is_closing():
@@ -156,7 +160,7 @@ class Connection(asyncio.Protocol):
             now = self._loop.time()
             self._first = self._first or now
             self._rest_s, gap = next((rest, gap) for age, rest, gap in PACE if now - self._first < age)
-            self._due = now + gap
+            self._due = now + max(gap, self._least_gap_s)
             self._rest(self._rest_s)
         return data
 

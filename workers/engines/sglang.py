@@ -38,7 +38,7 @@ class SglangEngine(HttpEngine):
         await self._admit(ids, sampling, request_id)
         body = _generate_body(ids, sampling, request_id, salt)
         reader = StreamReader(request_id, self._vocab_size)
-        async with contextlib.aclosing(self._stream("generate", body, reader)) as chunks:
+        async with contextlib.aclosing(self._stream("generate", body, reader, whole=sampling.whole)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

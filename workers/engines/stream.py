@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -34,6 +35,28 @@ class SseDecoder:
         if len(self._buffer) > self._limit:
             raise EngineProtocolError(f"the engine sent an event of more than {self._limit} bytes")
         return [line[5:].strip() for line in whole.split(b"\n") if line.startswith(b"data:")] if separator else []
+
+
+def joined(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The same tokens in as few chunks as can be: neighbours of one version are one; what came before an error is told
+    before it."""
+    held: Chunk | None = None
+    try:
+        for chunk in chunks:
+            if held is None:
+                held = chunk
+            elif held.version == chunk.version and bool(held.tops) == bool(chunk.tops) and held.spans is None:
+                ids, logprobs, tops = held.ids + chunk.ids, held.logprobs + chunk.logprobs, held.tops + chunk.tops
+                held = replace(chunk, ids=ids, logprobs=logprobs, tops=tops)
+            else:
+                yield held
+                held = chunk
+    except EngineError:
+        if held is not None:
+            yield held
+        raise
+    if held is not None:
+        yield held
 
 
 def parse_version(label: object) -> int | None:

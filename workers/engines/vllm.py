@@ -69,7 +69,9 @@ class VllmEngine(HttpEngine):
         self._live.add(request_id)
         try:
             with self._witness.watching(reader, label) as watched:
-                async with contextlib.aclosing(self._stream("inference/v1/generate", body, reader)) as chunks:
+                async with contextlib.aclosing(
+                    self._stream("inference/v1/generate", body, reader, whole=sampling.whole)
+                ) as chunks:
                     async for chunk in chunks:
                         yield chunk if chunk.finish is not None else replace(chunk, spans=watched.news())
         finally:
