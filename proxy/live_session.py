@@ -161,7 +161,7 @@ class LiveSession:
             body_digest=digest,
             idempotency_key=key,
         )
-        self._scribe.note(*journal_records(session.id, [replay.turn_entry(turn, placement)]))
+        self._scribe.note(*journal_records(session.id, [replay.turn_entry(session, turn, placement)]))
         return self._attach(Answering(self._services, session, turn, whole=not request.stream))
 
     async def _resume(self, turn: Turn, *, whole: bool) -> Answering:

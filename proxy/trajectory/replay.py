@@ -40,8 +40,8 @@ _TURN_FIELDS = (
 """Fields of a turn that are journalled as they are."""
 
 
-def turn_entry(turn: Turn, placement: Placement) -> Entry:
-    """A turn begins."""
+def turn_entry(session: Session, turn: Turn, placement: Placement) -> Entry:
+    """A turn begins; of tools that are those of the turn before it there is nothing."""
     data = {
         "turn": turn.index,
         "generations": [choice.generation for choice in turn.choices],
@@ -49,6 +49,8 @@ def turn_entry(turn: Turn, placement: Placement) -> Entry:
         "used": turn.used.to_json(),
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
     }
+    if turn.parent is not None and turn.tools is session.turns[turn.parent[0]].tools:
+        del data["tools"]
     return Entry("turn", data, placement.ids)
 
 
@@ -117,10 +119,10 @@ def _replay_turn(session: Session, entry: Entry) -> None:
     data = entry.data
     if data["turn"] != len(session.turns) or entry.ids is None:
         raise IntegrityError(f"journal of session {session.id}: turn {data['turn']} follows {len(session.turns)} turns")
-    fields = {name: data[name] for name in _TURN_FIELDS}
+    fields = {name: data[name] for name in _TURN_FIELDS if name in data}
     fields["outcome"] = outcome = Outcome(data["outcome"])
     fields["parent"] = parent = tuple(data["parent"]) if data["parent"] is not None else None
-    fields["tools"] = tuple(data["tools"])
+    fields["tools"] = tuple(data["tools"]) if "tools" in data or parent is None else session.turns[parent[0]].tools
     base = session.choice(parent).end if parent is not None else ROOT
     session.add_turn(
         Placement(outcome, data["reason"], parent, 0, base, entry.ids),

@@ -103,6 +103,7 @@ class Session:
         idempotency_key: str = "",
     ) -> Turn:
         """Make the request a turn; ``generations`` are the ids of its choices."""
+        before = () if placement.parent is None else self.turns[placement.parent[0]].tools
         turn = Turn(
             index=len(self.turns),
             choices=tuple(Choice(index, generation) for index, generation in enumerate(generations)),
@@ -110,7 +111,7 @@ class Session:
             reason=placement.reason,
             parent=placement.parent,
             new_messages=request.messages[placement.new_from :],
-            tools=request.tools,
+            tools=before if before == request.tools else request.tools,
             parse_tools=request.parse_tools,
             single_call=not request.parallel_tool_calls,
             raw=request.prompt is not None,
@@ -146,7 +147,8 @@ class Session:
     def builder(self, turn: Turn) -> AnswerBuilder:
         """A fresh builder of one of the turn's answers."""
         reading = self._reading(tools=turn.parse_tools, raw=turn.raw)
-        opened = not turn.raw and self._reasoning_is_open(self.prompt_ids(turn))
+        reasons = not turn.raw and self.policy.reasoning_parser != "none"
+        opened = reasons and self._reasoning_is_open(self.prompt_ids(turn))
         return AnswerBuilder(
             reading.decode,
             reading.reasoning(opened=opened),

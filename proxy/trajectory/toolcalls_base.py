@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from proxy.trajectory.canonical import ToolCall
@@ -82,7 +83,7 @@ class BlockParser:
 
     def __init__(self, tools: Tools) -> None:
         self.names = {function.get("name") for function in functions(tools)}
-        self._search = re.compile("|".join(re.escape(mark) for mark in self.openings)).search
+        self._search = _any_of(self.openings).search
         self._buffer = ""
         self._space = ""  # in front of a call it means nothing, in front of text it does
         self._called = False
@@ -217,6 +218,11 @@ class JsonEnd:
                 self._found = self._at + 1
         else:
             self._found = -1
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(mark) for mark in marks))
 
 
 def functions(tools: Tools) -> list[dict[str, Any]]:

@@ -137,9 +137,8 @@ async def take_turn(
     turn = session.begin(
         placement, request, session.decide(placement, request), generations=[f"g{len(session.turns)}"], created=1
     )
-    await journal.append(
-        *[JournalRecord(session.id, e.kind, e.data, e.ids, e.logprobs) for e in [replay.turn_entry(turn, placement)]]
-    )
+    opening = replay.turn_entry(session, turn, placement)
+    await journal.append(JournalRecord(session.id, opening.kind, opening.data, opening.ids, opening.logprobs))
     engine = CuttingEngine(answer, turn.prompt_tokens, chunks, cuts)
     answering = Answering(Services(journal, Routes(engine), Counters()), session, turn)  # type: ignore[arg-type]
     async with asyncio.timeout(20):
