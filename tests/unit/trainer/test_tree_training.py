@@ -176,6 +176,7 @@ def test_activation_checkpointing_changes_nothing(models: tuple[Any, Any], rows:
         ("Gemma2", {}, "sliding_attention layers"),
         ("Mistral", {"sliding_window": 16}, "has a window"),
         ("DeepseekV3", {"first_k_dense_replace": 2}, "same head size"),
+        ("Bloom", {}, "attention is its own"),
     ],
 )
 def test_a_model_that_sees_more_or_less_than_ancestors_is_told_apart(
