@@ -149,3 +149,17 @@ def test_output_and_gradient_are_those_of_the_masked_attention(
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_several_blocks_are_as_exact_as_one() -> None:
+    tree = TokenTree(
+        [np.array(ids, np.int32) for ids in ([*range(40), 50], [*range(20), 60, 61], [*range(20), 60, 62])]
+    )
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, len(tree.ids_T), 2, 16, generator=generator).transpose(1, 2) for _ in range(3)]
+    rough = [tensor.bfloat16().requires_grad_() for tensor in exact]
+    found, _ = ancestor_attention(torch.nn.Identity(), *rough, None, scaling=0.25, tree=blocks(tree.end_T))
+    wanted = scaled_dot_product_attention(*exact, attn_mask=torch.from_numpy(visible(tree)), scale=0.25).transpose(1, 2)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.02)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.sum(), rough))

@@ -133,6 +133,8 @@ class _Walker:
                 segments.pop()
             if segments:
                 found.append(Trajectory(session.id, tuple(segments), turns, parents))
+                if found[-1].trained_at[0] == 0:
+                    raise self._shard.error(f"session {session.id} has a completion without a prompt, leaf {leaf}")
         return found
 
     def _lineage(self, spans: Sequence[int], trained: Sequence[int]) -> tuple[Ints, Ints]:
@@ -171,8 +173,6 @@ class _Walker:
                 f"session {session.id} passes through completion span {index} of generation {span.generation!r}, "
                 "which is not one of its own"
             )
-        if span.parent < 0:
-            raise self._shard.error(f"session {session.id} has a completion without a prompt, span {index}")
         return generation.trainable
 
 

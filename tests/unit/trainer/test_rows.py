@@ -104,9 +104,11 @@ def test_a_manifest_of_another_shard_is_refused(make: Any) -> None:
         group_rows(make.random_shard(0, 1), ["s0.1", "other"])
 
 
-def test_a_completion_without_a_prompt_is_refused(make: Any) -> None:
+@pytest.mark.parametrize("prompt", [None, []])
+def test_a_completion_without_a_prompt_is_refused(make: Any, prompt: list[int] | None) -> None:
     shard = make.ShardBuilder()
-    shard.session("a", reward=1.0, leaves=[shard.completion(-1, [7], session="a")])
+    parent = -1 if prompt is None else shard.prompt(-1, prompt)
+    shard.session("a", reward=1.0, leaves=[shard.completion(parent, [7], session="a")])
     with pytest.raises(IntegrityError, match=r"without a prompt"):
         group_rows(shard.build(), ["a"])
 
