@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from cli import stack
 from cli.trace import export
 from simulator.run import Scenario, simulate
 from simulator.trace import Trace
@@ -46,7 +47,11 @@ def calibrate(live: dict[str, Any]) -> float | None:
     if not record:
         return None
     state = StateFolder(Path(record["state"]))
-    traces = {name: export(state, run) for name, run in record["runs"].items()}
+    stack.up(state, None, say=lambda line: None)  # the object store has the shards
+    try:
+        traces = {name: export(state, run) for name, run in record["runs"].items()}
+    finally:
+        stack.down(state)
     rates = {
         key: fmean(getattr(trace.measured, key) for trace in traces.values()) for key in ("token_s", "train_token_s")
     }
