@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from activities.layers import policy_for, selection_for
 from simulator.advice import Choice, advise, table
 from simulator.cluster import Cluster
 from simulator.cohorts import EXACT, shrunk
@@ -45,8 +46,10 @@ class Options:
 def simulate_run(spec: RunSpec, given: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Simulate the run as it is and at its best, print table and advice, write pictures; returns the figures."""
     cluster = _cluster(given)
+    endless = spec.pipeline.model_copy(update={"steps": given.steps + AHEAD})
     base = Scenario(
-        policy=_policy(spec, spec.pipeline.name, given.steps),
+        policy=policy_for(spec.model_copy(update={"pipeline": endless})),
+        selection=selection_for(spec),
         cluster=cluster,
         model=_model(spec),
         workload=read_workload(given.workload),
@@ -76,7 +79,7 @@ def _choices(spec: RunSpec, base: Scenario, given: Options, say: Callable[[str],
     choices: dict[str, Choice] = {}
     tagged = sum(kind.count for kind in base.cluster.nodes if "train" in kind.tags)
     if tagged:
-        choices[f"{spec.pipeline.name} as tagged"] = Choice(tagged, simulate(base))
+        choices[f"{base.policy.name} as tagged"] = Choice(tagged, simulate(base))
     for name in given.pipelines:
         say(f"looking for the best tags for {name}")
         choices[name] = Choice(*best_tags(replace(base, policy=_policy(spec, name, given.steps))))
@@ -97,7 +100,7 @@ def _cluster(given: Options) -> Cluster:
 
 def _policy(spec: RunSpec, name: str, steps: int) -> PipelinePolicy:
     bound = spec.pipeline.max_staleness if name in HAS_BOUND else None
-    data = {**spec.pipeline.model_dump(), "name": name, "steps": steps + AHEAD, "max_staleness": bound}
+    data = {**spec.pipeline.model_dump(), "name": name, "steps": steps + AHEAD, "max_staleness": bound, "policy": None}
     return pipeline.policy(PipelineSpec.model_validate(data), spec.algorithm.groups_per_step)
 
 

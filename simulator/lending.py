@@ -67,7 +67,7 @@ class Hysteresis(Lending):
         self._measured = switching.SwitchCost()
 
     def returns(self, moment: Moment) -> Decision:
-        gain = switching.gain_of_return(moment.flow)
+        gain = switching.gain_of_return(moment.flow, alone=not moment.rollout_nodes)
         decision = switching.worth_switching(gain, self._measured.total_s, what_for="the return to rollout")
         if decision.what == SWITCH:
             self._measured = self._measured.with_measured("release", self._costs.rollout_to_train_s)

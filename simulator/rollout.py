@@ -14,6 +14,7 @@ from simulator.engine import Engine
 from simulator.sessions import Session
 from simulator.workload import Sessions
 from workflows.scheduling.admission import AdmissionFacts, may_start
+from workflows.scheduling.selection import Selection
 
 
 @dataclass(slots=True)
@@ -24,16 +25,19 @@ class Group:
     samples: int
     missing: int
     start_version: int
-    tokens: float = 0.0
+    tokens: int = 0
     trained_tokens: float = 0.0
     squares: float = 0.0
     """Sum of the squared lengths of its conversations: attention's part of the update."""
     version_tokens: float = 0.0
+    completed: float = 0.0
+    rewards: tuple[float, ...] = ()
+    """Not simulated."""
 
     def score(self, session: Session) -> None:
         self.missing -= 1
         self.start_version = min(self.start_version, session.first_version or 0)
-        self.tokens += session.tokens
+        self.tokens += int(session.tokens)
         length = session.context
         self.trained_tokens += length
         self.squares += length * length
@@ -45,12 +49,19 @@ class Rollout:
     the one that has the session's KV, and collects complete groups."""
 
     def __init__(
-        self, env: simpy.Environment, sessions: Sessions, group_size: int, target: int, complete: Callable[[], None]
+        self,
+        env: simpy.Environment,
+        sessions: Sessions,
+        group_size: int,
+        target: int,
+        selection: Selection,
+        complete: Callable[[], None],
     ) -> None:
         self._env = env
         self._sessions = sessions
         self._size = group_size
         self._target = target
+        self._selection = selection
         self._complete = complete
         self._engines: list[Engine] = []
         self._numbers: dict[Engine, int] = {}
@@ -101,8 +112,9 @@ class Rollout:
         return self.produced - self._taken - sum(group.samples for group in self.stale)
 
     def take(self, count: int) -> list[Group]:
-        """The first ``count`` complete groups, in ordinal order."""
-        groups = [self.ready.pop(ordinal) for ordinal in sorted(self.ready)[:count]]
+        """At most ``count`` complete groups, as the run selects them."""
+        chosen = self._selection(tuple(self.ready.values()), min(count, len(self.ready)))
+        groups = [self.ready.pop(ordinal) for ordinal in chosen]
         self._taken += sum(group.samples for group in groups)
         return groups
 
@@ -185,6 +197,7 @@ class Rollout:
 
     def _collect(self, group: Group) -> None:
         self.completed += 1
+        group.completed = self._env.now
         if group.start_version < self._min_version:
             self.stale.append(group)
             self._admit()

@@ -23,6 +23,7 @@ from workflows.scheduling import roofline
 from workflows.scheduling.admission import supply
 from workflows.scheduling.model_cost import ModelCost
 from workflows.scheduling.pipeline import PipelinePolicy
+from workflows.scheduling.selection import Selection, ordinal_window
 from workflows.scheduling.switching import STAY, GroupFlow
 from workflows.scheduling.triggers import UPDATE, RolloutFacts
 
@@ -42,6 +43,8 @@ class Scenario:
     group_size: int
     lending: Callable[[Costs], Lending] = Hysteresis
     """When train nodes that roll out are called, and whether they return."""
+    selection: Selection = ordinal_window
+    """Which complete groups make a batch."""
     seed: int = 0
     target_in_flight: int = 1 << 40
     batch_time_limit_s: float = float("inf")
@@ -79,7 +82,12 @@ class Simulation:
             scenario.seed, scenario.policy.groups_per_step, scenario.group_size, scenario.stands_for
         )
         self._rollout = Rollout(
-            self._env, sessions, scenario.group_size, scenario.target_in_flight, complete=self._tell
+            self._env,
+            sessions,
+            scenario.group_size,
+            scenario.target_in_flight,
+            scenario.selection,
+            complete=self._tell,
         )
         self._live_context = scenario.workload.live_context()
         self._racks = list(self._make_racks())

@@ -24,6 +24,7 @@ from workflows.messages import (
 )
 from workflows.run_leases import MAX_LOSSES, Leases
 from workflows.scheduling.decision import Decision
+from workflows.scheduling.pipeline import rollout_nodes
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_return, with_hindsight, worth_switching
 
 SYNC_SLACK = timedelta(minutes=5)
@@ -159,7 +160,8 @@ class Steps(Leases):
             self.state.cost = self.state.cost.with_measured("first_token", flow.decoding - since)
             self.state.serving_at = None
         groups = GroupFlow(flow.ready, flow.wanted, flow.supply, flow.in_flight, flow.rate)
-        gain, cost = gain_of_return(groups), self.state.cost.total_s
+        alone = set(rollout_nodes(self.spec)) <= set(self.train_nodes())
+        gain, cost = gain_of_return(groups, alone=alone), self.state.cost.total_s
         return worth_switching(gain, cost, what_for="rolling out until the next batch", batch_s=gain)
 
     def _learn(self, result: StepResult) -> None:

@@ -85,8 +85,16 @@ def seconds_to_next_batch(flow: GroupFlow) -> float:
     return missing / flow.rate if missing else 0.0
 
 
-def gain_of_return(flow: GroupFlow) -> float:
-    """Node-seconds of rollout that a train node would do until it is taken again."""
+def gain_of_return(flow: GroupFlow, *, alone: bool = False) -> float:
+    """Node-seconds of rollout that a train node would do until it is taken again.
+
+    ``alone``: no other node rolls out, so a batch that is not complete would never be if the train nodes stayed.
+
+    >>> gain_of_return(GroupFlow(ready=1, wanted=4, supply=8, in_flight=4, rate=50.0), alone=True)
+    inf
+    """
+    if alone and flow.ready < flow.wanted:
+        return math.inf
     return seconds_to_next_batch(flow) if flow.supply else 0.0
 
 

@@ -56,6 +56,12 @@ def test_nodes_stay_where_changing_over_costs_more_than_it_gains() -> None:
     assert any("stay" in line for line in result.decisions)
 
 
+def test_nodes_that_alone_roll_out_return_whatever_it_costs() -> None:
+    dear = Costs(rollout_to_train_s=500, train_to_rollout_s=500)
+    result = simulate(scenario("multiplexed", trainers=4, steps=4, staleness=4, costs=dear))
+    assert result.trained == 4 * 8 * 4, "had they stayed, no batch would have been complete"
+
+
 def test_advice_says_what_to_do_and_what_it_gains() -> None:
     slow, fast = (Choice(2, simulate(scenario(name, AGENT))) for name in ("disaggregated", "multiplexed"))
     lines = advise({"disaggregated as tagged": slow, "multiplexed": fast}, "disaggregated as tagged", ["a", "b", "c"])

@@ -12,6 +12,7 @@ from simulator.measure import Result
 from simulator.run import simulate
 from workflows.scheduling.decision import Decision
 from workflows.scheduling.pipeline import PipelinePolicy
+from workflows.scheduling.selection import BUILT_IN
 from workflows.scheduling.triggers import RolloutFacts
 
 FREE = Costs(rollout_to_train_s=0, train_to_rollout_s=0, sync_s=0)
@@ -103,3 +104,11 @@ def test_nodes_that_fail_cost_time_and_no_sample(name: str) -> None:
     assert_balanced(result, steps=4)
     assert result.seconds["down"] > 0
     assert result.wall_s > calm.wall_s
+
+
+def test_a_selection_of_the_users_decides_which_groups_make_a_batch() -> None:
+    plain = scenario("off_policy", nodes=8, trainers=1, staleness=4, steps=9, stop_after=4)
+    by_time = dataclasses.replace(plain, selection=BUILT_IN["completion"])
+    oldest, quickest = simulate(plain), simulate(by_time)
+    assert oldest.trained == quickest.trained
+    assert oldest.tokens != quickest.tokens
