@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import torch
 from torch import Tensor
 
 from workers.trainer.backend import StepOutcome
+from workers.trainer.batch import Batch
 from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
 from workers.trainer.packing import MicroBatch, plan
-from workers.trainer.step import Planner
+from workers.trainer.step import Planner, Trained, train_batch
+from workflows.algorithm import AlgorithmSpec
 
 VOCABULARY = 64
 
@@ -40,8 +44,11 @@ class TableBackend:
             loss, part = objective(self.policy[predictors(batch)], batch)
             total = total + loss
             sums.add(part)
-        descend(self.policy, total, self.rate)
-        return StepOutcome(sums, 1.0)
+        self._descend(self.policy, total, self.rate)
+        everything = StepSums()
+        for part in self.gather(sums):
+            everything.add(part)
+        return StepOutcome(everything, 1.0)
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return [_logprobs(self.policy, batch, temperature) for batch in batches]
@@ -55,8 +62,14 @@ class TableBackend:
     def update_critic(self, batches: Sequence[MicroBatch], objective: ValueObjective) -> float:
         losses = [objective(self.critic[predictors(batch), 0], batch) for batch in batches]
         total = torch.stack(losses).sum()
-        descend(self.critic, total, 1.0)
-        return float(total.detach())
+        self._descend(self.critic, total, 1.0)
+        return sum(self.gather(float(total.detach())))
+
+    def _descend(self, weights: Tensor, loss: Tensor, rate: float) -> None:
+        """By the sum of all ranks' gradients."""
+        (gradient,) = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            weights -= rate * torch.stack(self.gather(gradient)).sum(0)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -70,6 +83,40 @@ class TableBackend:
     def close(self) -> None: ...
     def broadcast(self, value: Any) -> Any:
         return value
+
+
+class TableGang:
+    """Ranks as threads: what one gathers, all have said."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=30)
+        self._said: list[Any] = [None] * ranks
+        self.backends = [_Rank(self, rank) for rank in range(ranks)]
+
+    def train(self, batch: Batch, algorithm: AlgorithmSpec, row_tokens: int) -> list[Trained]:
+        """What each rank gives."""
+
+        def work(backend: TableBackend) -> Trained:
+            return train_batch(batch, algorithm, backend, planner(row_tokens, backend.rank, len(self.backends)))
+
+        with ThreadPoolExecutor(len(self.backends)) as threads:
+            return list(threads.map(work, self.backends))
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._said[rank] = value
+        self._barrier.wait()
+        said = list(self._said)
+        self._barrier.wait()
+        return said
+
+
+class _Rank(TableBackend):
+    def __init__(self, gang: TableGang, rank: int) -> None:
+        super().__init__()
+        self.rank, self._gang = rank, gang
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._gang.exchange(self.rank, value)
 
 
 def predictors(batch: MicroBatch) -> Tensor:
@@ -87,5 +134,5 @@ def descend(weights: Tensor, loss: Tensor, rate: float) -> None:
         weights -= rate * gradient
 
 
-def planner(row_tokens: int) -> Planner:
-    return lambda rows: plan(rows, rank=0, ranks=1, row_tokens=row_tokens)
+def planner(row_tokens: int, rank: int = 0, ranks: int = 1) -> Planner:
+    return lambda rows: plan(rows, rank=rank, ranks=ranks, row_tokens=row_tokens)

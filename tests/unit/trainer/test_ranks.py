@@ -236,7 +236,7 @@ async def test_ppo_with_critic_and_reference_resumes_from_a_checkpoint_with_the_
     state = make.make_cluster(tmp_path / "state", weed, object_store)
     shards = [make.random_shard(ordinal, 1) for ordinal in range(4)]
     requests = [make.put_batch(object_store, step, shards) for step in range(2)]
-    async with make.Gang(spec, state, 2) as gang:
+    async with make.Gang(spec, state) as gang:
         await gang.ready()
         first, second = [await gang.update(request) for request in requests]
     assert first.metrics.optimizer_steps == 4
@@ -245,7 +245,7 @@ async def test_ppo_with_critic_and_reference_resumes_from_a_checkpoint_with_the_
     assert second.metrics.reference_kl > first.metrics.reference_kl > 0
 
     shutil.rmtree(second.checkpoint_path)
-    async with make.Gang(spec, state, 2, checkpoint=Path(first.checkpoint_path)) as gang:
+    async with make.Gang(spec, state, checkpoint=Path(first.checkpoint_path)) as gang:
         await gang.ready()
         again = await gang.update(requests[1])
     assert again.weights_digest == second.weights_digest

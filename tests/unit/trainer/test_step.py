@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from table_backend import TableBackend, descend, planner, predictors, table
+from table_backend import TableBackend, TableGang, descend, planner, predictors, table
 from torch import Tensor
 
 from algorithms import kl
@@ -184,6 +184,26 @@ def test_ppo_trains_the_policy_on_gae_and_the_critic_on_its_returns(make: Any) -
     torch.testing.assert_close(backend.policy, policy, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(backend.critic, critic, rtol=1e-5, atol=1e-5)
     assert trained.value_loss == pytest.approx(float(value_loss.detach().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "gspo", "clip_low": 0.02, "clip_high": 0.02, **SEVERAL},
+        {"correction_level": "sequence", "kl": "k2", "kl_coefficient": 0.1, "kl_in": "reward"},
+        {"name": "ppo", "epochs": 2, "value_clip": 0.2, "kl": "k3", "kl_coefficient": 0.1},
+    ],
+    ids=["gspo", "sequence and reward", "ppo"],
+)
+def test_the_number_of_ranks_changes_nothing(make: Any, change: dict[str, Any]) -> None:
+    algorithm = AlgorithmSpec(**change)
+    batch, alone, trained = train(make, algorithm)
+    gang = TableGang(3)
+    for found, backend in zip(gang.train(batch, algorithm, 60), gang.backends, strict=True):
+        torch.testing.assert_close(backend.policy, alone.policy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(backend.critic, alone.critic, rtol=1e-5, atol=1e-5)
+        assert found.sums.loss == pytest.approx(trained.sums.loss, rel=1e-4)
+        assert found.value_loss == pytest.approx(trained.value_loss, rel=1e-4)
 
 
 def test_while_the_critic_warms_up_the_policy_stays(make: Any) -> None:
