@@ -42,6 +42,7 @@ from workflows.messages import (
     FlowInput,
     FlowView,
     ManifestRef,
+    NodeProfiled,
     PartInput,
     PartResult,
     PolicyView,
@@ -105,6 +106,12 @@ class LedgerActivities:
         await asyncio.to_thread(
             self._ledger.audit, entry.actor, entry.what, entry.why, {"run": entry.run, **entry.data}
         )
+
+    @activity.defn(name="save_profile")
+    async def save_profile(self, found: NodeProfiled) -> None:
+        """Keep a node's device profile; one measured with the same model before is replaced."""
+        profile = found.model_dump(mode="json", exclude={"node", "model"})
+        await asyncio.to_thread(self._ledger.put_profile, found.node, found.model, profile)
 
     # Admission
 

@@ -18,6 +18,8 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.beat import beating
 from storage.errors import ConfigError, EngineError, GangLost, SeamlessFlowError
 from workers.node_agent.engine import EngineHost
+from workers.node_agent.meter import RateMeter
+from workers.node_agent.profiler import measure
 from workers.node_agent.tokens import TaskTokens
 from workers.node_agent.trainer import TrainerHost
 from workers.residency import EngineResidency, EpochMemory
@@ -28,7 +30,9 @@ from workflows.messages import (
     GangProbe,
     GangView,
     MemberReport,
+    NodeProfiled,
     NodeRun,
+    ProfileTask,
     TrainerTask,
     TrainInterval,
     TrainOutcome,
@@ -53,6 +57,7 @@ class NodeActivities:
         trainer: TrainerHost,
         epochs: EpochMemory,
         tokens: TaskTokens,
+        meter: RateMeter,
     ) -> None:
         self._client = client
         self._node = node
@@ -60,6 +65,7 @@ class NodeActivities:
         self._trainer = trainer
         self._epochs = epochs
         self._tokens = tokens
+        self._meter = meter
 
     # Engine
 
@@ -143,7 +149,7 @@ class NodeActivities:
         """Send one batch to the node's ranks; a repeated call joins the running update or gets its result."""
         self._epochs.admit(task.epoch)
         with self._tokens.kept():
-            return await beating(self._trainer.update(task))
+            return self._meter.noted(await beating(self._trainer.update(task)))
 
     @activity.defn(name="accumulate")
     async def accumulate(self, task: TrainTask) -> TrainInterval:
@@ -173,6 +179,13 @@ class NodeActivities:
     async def end_residency(self, task: NodeRun) -> None:
         """End the processes of a run on this node."""
         await beating(asyncio.gather(self._engine.end(task.run), self._trainer.end(task.run)))
+
+    @activity.defn(name="profile_node")
+    async def profile_node(self, task: ProfileTask) -> NodeProfiled:
+        """Measure the node, beside whatever it does."""
+        found = await beating(measure(task))
+        self._meter.learn(found)
+        return found
 
     def _cancelled_by_request(self) -> bool:
         details = activity.cancellation_details()

@@ -112,6 +112,19 @@ def status(
 
 
 @app.command()
+def why(
+    name: Annotated[
+        str, typer.Argument(metavar="NODE|RUN", help="Id of a node, or name of a run.", show_default=False)
+    ],
+    state: StateOption = None,
+) -> None:
+    """Say in one paragraph why a node or a run does what it does now, and what it waits for."""
+    from cli.why import why as explain
+
+    print(wait(explain(state_folder(state), name)))
+
+
+@app.command()
 def logs(
     service: Annotated[str | None, typer.Argument(help="Name of a log; without it, all are listed.")] = None,
     state: StateOption = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -113,3 +114,24 @@ def share(
         return [f"run {s.run} holds {s.holds} of quota {s.quota or 'none'}" for s in (await runs.pool_status()).shares]
 
     show("\n".join(wait(ask())))
+
+
+@node_app.command()
+def profile(
+    state: StateOption = None,
+    node: Annotated[str | None, typer.Option(help="Only this node; default: all.", show_default=False)] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model; default: that of the runs in work.", show_default=False)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; default: the node's.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a node.")] = False,
+) -> None:
+    """Measure nodes and fit the roofline to them: speed in each role, and how far predictions are off."""
+    from cli import profile as profiling
+    from cli import stack
+
+    folder = state_folder(state, create=True)
+    found = wait(profiling.profile(folder if stack.running(folder) else None, node, model and model.resolve(), threads))
+    print("\n".join(one.model_dump_json() for one in found) if as_json else profiling.table(found))

@@ -79,9 +79,17 @@ def render(view: dict[str, Any]) -> str:
         services.add_row(name, row["state"], pid, str(row["restarts"]), row["last_exit"])
     console.print(services)
     if view["nodes"]:
-        nodes = Table("node", "tags", "health", "activity", "lease", box=None)
+        nodes = Table("node", "tags", "health", "activity", "lease", "decode tokens/s", "train tokens/s", box=None)
         for row in view["nodes"]:
-            nodes.add_row(row["node"], ",".join(row["tags"]), row["health"], row["activity"], row["lease"] or "")
+            rates = {rate["role"]: rate for rate in row.get("rates", ())}
+            nodes.add_row(
+                row["node"],
+                ",".join(row["tags"]),
+                row["health"],
+                row["activity"],
+                row["lease"] or "",
+                *(_rate(rates.get(role)) for role in ("decode", "train")),
+            )
         console.print(nodes)
     if view["runs"]:
         runs = Table("run", "state", "phase", "step", "reward", "tokens/s", "waits for", box=None)
@@ -103,6 +111,16 @@ def render(view: dict[str, Any]) -> str:
     file = console.file
     assert isinstance(file, io.StringIO)  # noqa: S101  # made above
     return file.getvalue().rstrip()
+
+
+def _rate(rate: dict[str, Any] | None) -> str:
+    """*Example*: ``812, predicted 790, off by 4 %``."""
+    if rate is None:
+        return ""
+    off = "" if rate["error"] is None else f", off by {rate['error']:.0%}"
+    if rate["measured"] is None:
+        return f"predicted {rate['predicted']:.0f}{off}"
+    return f"{rate['measured']:.0f}, predicted {rate['predicted']:.0f}{off}"
 
 
 def _show_failures(console: Console, row: dict[str, Any], *, in_full: bool) -> None:

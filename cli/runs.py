@@ -18,17 +18,19 @@ from temporalio.client import (
     Client,
     WorkflowExecutionStatus,
     WorkflowFailureError,
+    WorkflowHandle,
     WorkflowQueryFailedError,
     WorkflowUpdateFailedError,
 )
-from temporalio.common import WorkflowIDReusePolicy
+from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from storage.errors import ConfigError, DeadlineError, NotFoundError, SeamlessFlowError
 from workers.cluster import ClusterConfig
-from workflows.messages import PoolStatus, RunResult, RunStatus
+from workflows.messages import LeaseView, NodeProfiled, PoolStatus, ProfileTask, RunResult, RunStatus
+from workflows.profile_node import ProfileInput
 from workflows.queues import CONTROL_QUEUE
 from workflows.spec import RunSpec
 
@@ -108,6 +110,38 @@ class Runs:
     async def pool_status(self) -> PoolStatus:
         handle = self._client.get_workflow_handle(self._pool)
         return await self._call("status of the pool", handle.query("status", result_type=PoolStatus))
+
+    async def models(self) -> dict[str, str]:
+        """By run: the folder of the model that it trains."""
+        found: dict[str, str] = await self._call(
+            "models of the runs",
+            self._client.get_workflow_handle(self._pool).query("models", result_type=dict[str, str]),
+        )
+        return found
+
+    async def profile(self, task: ProfileTask) -> NodeProfiled:
+        """Measure one node; waits for it. A measurement of the node in work is joined."""
+        handle: WorkflowHandle[Any, NodeProfiled] = await self._client.start_workflow(
+            "ProfileNode",
+            ProfileInput(**task.model_dump(), pool=self._pool),
+            id=f"node/{task.node}/profile",
+            task_queue=CONTROL_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            result_type=NodeProfiled,
+            static_summary=f"measure {task.node}",
+        )
+        try:
+            return await handle.result()
+        except WorkflowFailureError as error:
+            raise SeamlessFlowError(f"node {task.node} could not be measured: {_reason(error)}") from error
+
+    async def lease(self, lease: str) -> LeaseView | None:
+        """How a lease is; None once it has ended. ``lease``: id/epoch."""
+        handle = self._client.get_workflow_handle(f"lease/{lease}")
+        try:
+            return await self._call("status of the lease", handle.query("status", result_type=LeaseView))
+        except NotFoundError:
+            return None
 
     async def state(self, run: str) -> WorkflowExecutionStatus | None:
         """How Temporal sees the run. Raises :class:`NotFoundError` if there is none."""

@@ -237,6 +237,11 @@ def _stack_spec(state: StateFolder, nodes: tuple[NodeSpec, ...] | None = None, p
     return StackSpec(nodes=nodes or old.nodes, proxies=proxies or old.proxies)
 
 
+def nodes_of(state: StateFolder) -> tuple[NodeSpec, ...]:
+    """Nodes that the cluster of this machine runs; none where it was only joined."""
+    return _stack_spec(state, ()).nodes
+
+
 def require_nodes(state: StateFolder, nodes: tuple[NodeSpec, ...] | None) -> None:
     """Raises :class:`ConfigError` if the cluster of this folder lacks one of ``nodes``, or has it otherwise."""
     have = {node.id: node for node in _stack_spec(state).nodes}

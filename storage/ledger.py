@@ -16,6 +16,7 @@ from storage.books.batches import Batches
 from storage.books.database import Database
 from storage.books.flow import Flows
 from storage.books.groups import Groups
+from storage.books.profiles import Profiles
 from storage.books.records import (
     TRAIN,
     Admission,
@@ -93,7 +94,7 @@ def evaluated_version(stream: str) -> int | None:
     return None if stream == TRAIN else int(stream.removeprefix("eval/"))
 
 
-class Ledger(Runs, Samples, Groups, Flows, Batches, Sessions, Routes, Retention, Balance):
+class Ledger(Runs, Samples, Groups, Flows, Batches, Sessions, Routes, Profiles, Retention, Balance):
     """All parts of the ledger over one database.
 
     Args:

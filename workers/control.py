@@ -44,6 +44,7 @@ from workflows.evaluation import Evaluation
 from workflows.lease import Lease
 from workflows.messages import AuditInput
 from workflows.pool_audit import PoolAudit, PoolCommand
+from workflows.profile_node import ProfileNode
 from workflows.queues import CONTROL_QUEUE
 from workflows.resource_pool import ResourcePool
 from workflows.rl_step import RlStep
@@ -51,7 +52,7 @@ from workflows.training_run import TrainingRun
 
 log = logging.getLogger(__name__)
 
-WORKFLOWS = [TrainingRun, RlStep, Lease, ResourcePool, DataStream, Evaluation, PoolAudit, PoolCommand]
+WORKFLOWS = [TrainingRun, RlStep, Lease, ResourcePool, DataStream, Evaluation, PoolAudit, PoolCommand, ProfileNode]
 AUDIT_EVERY = timedelta(seconds=60)
 PROXY_LIMIT_S = 20.0
 
@@ -87,6 +88,7 @@ def control_activities(
         books.rewind,
         books.finish_run,
         books.record_command,
+        books.save_profile,
         books.pipeline_policy,
         books.admit_step,
         books.group_flow,

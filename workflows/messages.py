@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from workflows.scheduling.decision import Decision
+from workflows.scheduling.devices import DeviceProfile
 from workflows.scheduling.switching import SwitchCost
 from workflows.spec import RunSpec, Tag
 
@@ -121,11 +122,35 @@ class SetShare(Message):
     why: str = ""
 
 
-class NodeProfiled(Message):
-    """Signal ``profiled``: the roofline's order of training for a node that was measured."""
+class ProfileTask(Message):
+    """Input of ``ProfileNode``: measure ``node`` with the model in ``model``."""
 
     node: str
+    model: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(default=1, ge=1)
+    cores: tuple[int, ...] = ()
+
+
+class NodeRate(Message):
+    """Tokens/s of a node in one role: as the roofline predicts them, and as they are. None: not known (yet)."""
+
+    role: Literal["decode", "train"]
+    predicted: float | None = None
+    measured: float | None = None
+    error: float | None = None
+    """Mean of |predicted / measured - 1| over the last measurements."""
+
+
+class NodeProfiled(Message):
+    """A measured node: result of ``ProfileNode``, signal ``profiled`` of the pool."""
+
+    node: str
+    model: str
+    device: DeviceProfile
     train_priority: float
+    rates: tuple[NodeRate, ...]
+    """Predicted under a usual load; the errors are of loads that were not fitted."""
 
 
 class NodeSeen(Message):
@@ -133,6 +158,8 @@ class NodeSeen(Message):
 
     node: str
     boot_id: str
+    rates: tuple[NodeRate, ...] = ()
+    """Of the work that it does now."""
 
 
 class LeaseRequest(Message):
@@ -188,6 +215,7 @@ class NodeStatus(Message):
     """Why it does what it does now."""
     since: float = 0.0
     """Unix seconds of that decision."""
+    rates: tuple[NodeRate, ...] = ()
 
 
 class RequestStatus(Message):

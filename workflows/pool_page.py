@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from workflows.explain import why_node
 from workflows.markdown import link, page, table
-from workflows.messages import LeaseStatus, NodeStatus, PoolStatus, RequestStatus, ShareStatus
+from workflows.messages import LeaseStatus, NodeRate, NodeStatus, PoolStatus, RequestStatus, ShareStatus
 from workflows.scheduling.granting import ranked
 from workflows.scheduling.pool import Lease, Pool
 from workflows.scheduling.queueing import waiting
@@ -11,12 +14,13 @@ from workflows.scheduling.queueing import waiting
 SHOWN_DECISIONS = 5
 
 
-def pool_status(pool: Pool) -> PoolStatus:
-    """Everything that the query answers."""
+def pool_status(pool: Pool, rates: Mapping[str, Mapping[str, NodeRate]] | None = None) -> PoolStatus:
+    """Everything that the query answers. ``rates``: by node and role."""
+    rates = rates or {}
     waits = waiting(pool)
     return PoolStatus(
         cluster=pool.cluster,
-        nodes=tuple(node_status(pool, node) for node in sorted(pool.nodes)),
+        nodes=tuple(node_status(pool, node, tuple(rates.get(node, {}).values())) for node in sorted(pool.nodes)),
         requests=tuple(
             RequestStatus(
                 request_id=demand.request_id,
@@ -36,7 +40,7 @@ def pool_status(pool: Pool) -> PoolStatus:
     )
 
 
-def node_status(pool: Pool, node: str) -> NodeStatus:
+def node_status(pool: Pool, node: str, rates: tuple[NodeRate, ...] = ()) -> NodeStatus:
     """One node. Raises :class:`KeyError` if the pool does not know it."""
     value, lease = pool.nodes[node], pool.lease_of(node)
     return NodeStatus(
@@ -49,6 +53,7 @@ def node_status(pool: Pool, node: str) -> NodeStatus:
         train_priority=value.order,
         why=value.why,
         since=value.since,
+        rates=rates,
     )
 
 
@@ -58,11 +63,12 @@ def pool_page(status: PoolStatus, namespace: str) -> str:
     def lease_link(node: NodeStatus) -> str:
         return link(node.lease, namespace, f"lease/{node.lease}") if node.lease else ""
 
-    rows = [(n.node, ", ".join(n.tags), n.activity, n.health, lease_link(n), n.why) for n in status.nodes]
+    rows = [(n.node, ", ".join(n.tags), n.activity, n.health, lease_link(n)) for n in status.nodes]
+    why = [f"* {why_node(status, node)}" for node in status.nodes]
     waits = [f"* {r.role} of run {r.run} waits for {r.waiting_for}" for r in status.requests if r.waiting_for]
     last = [f"* {decision.line()}" for decision in status.decisions[-SHOWN_DECISIONS:]]
-    nodes = table(("node", "can", "does", "health", "lease", "why"), rows)
-    return page([*nodes, *waits, "", "Last decisions:", "", *last])
+    nodes = table(("node", "can", "does", "health", "lease"), rows)
+    return page([*nodes, *why, *waits, "", "Last decisions:", "", *last])
 
 
 def _lease_status(lease: Lease) -> LeaseStatus:

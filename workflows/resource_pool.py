@@ -30,6 +30,7 @@ from workflows.messages import (
     NodeInfo,
     NodeName,
     NodeProfiled,
+    NodeRate,
     NodeSeen,
     NodeStatus,
     PoolStatus,
@@ -64,6 +65,8 @@ class PoolState(Message):
     commands: list[AuditEntry] = Field(default_factory=list)
     """Human commands that are not in the audit table yet."""
     command_serial: int = 0
+    rates: dict[str, dict[str, NodeRate]] = Field(default_factory=dict)
+    """By node and role."""
     told: dict[str, str] = Field(default_factory=dict)
     """By request id: what its owner was last told that it waits for."""
 
@@ -181,6 +184,7 @@ class ResourcePool:
     @workflow.signal(description="Sent by node agents every few seconds.")
     def node_seen(self, seen: NodeSeen) -> None:
         self._happens(events.Seen(node=seen.node, boot_id=seen.boot_id))
+        self._rated(seen.node, seen.rates)
 
     @workflow.signal(description='A node is known to be dead: {"node": "n1", "boot_id": "b7"}')
     def node_lost(self, seen: NodeSeen) -> None:
@@ -191,6 +195,7 @@ class ResourcePool:
     @workflow.signal(description="Sent when a node was measured: its place in the order of training.")
     def profiled(self, found: NodeProfiled) -> None:
         self._happens(events.Profiled(node=found.node, train_priority=found.train_priority))
+        self._rated(found.node, found.rates)
 
     # Leases
 
@@ -221,7 +226,11 @@ class ResourcePool:
 
     @workflow.query(description="Nodes, leases, who waits for what, and the last decisions with their reasons.")
     def status(self) -> PoolStatus:
-        return pool_status(self.state.pool)
+        return pool_status(self.state.pool, self.state.rates)
+
+    @workflow.query(description="By run: the folder of the model that it trains.")
+    def models(self) -> dict[str, str]:
+        return {run: spec.model.path for run, spec in self.state.specs.items()}
 
     @workflow.query(description='Ids of nodes that can do a tag\'s work: "train"')
     def tagged(self, tag: str) -> list[str]:
@@ -233,6 +242,11 @@ class ResourcePool:
         outcome = events.apply(self.state.pool, event, workflow.now().timestamp())
         self.state.pool = outcome.pool
         self.state.outbox.extend(outcome.actions)
+
+    def _rated(self, node: str, rates: Sequence[NodeRate]) -> None:
+        known = self.state.rates.get(node, {}) | {rate.role: rate for rate in rates}
+        if known and node in self.state.pool.nodes:
+            self.state.rates[node] = known
 
     def _commanded(self, what: str, order: NodeCommand, data: dict[str, Any]) -> None:
         lease = self.state.pool.lease_of(order.node)

@@ -230,6 +230,15 @@ node_epochs = Table(
 )
 """Newest epoch seen of each node: it outlives the routes, so a deleted route stays fenced."""
 
+node_profiles = Table(
+    "node_profiles",
+    metadata,
+    Column("node", String, primary_key=True),
+    Column("model", String, primary_key=True),
+    Column("profile", Json, nullable=False),
+    Column("measured", Float, nullable=False),
+)
+
 sessions = Table(
     "sessions",
     metadata,

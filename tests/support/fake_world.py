@@ -45,11 +45,14 @@ from workflows.messages import (
     ManifestRef,
     MemberReport,
     NodeInfo,
+    NodeProfiled,
+    NodeRate,
     NodeRun,
     PartInput,
     PartResult,
     PolicyView,
     PoolStatus,
+    ProfileTask,
     RewindInput,
     RouteInput,
     RunResult,
@@ -64,6 +67,7 @@ from workflows.messages import (
 )
 from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue, tag_queue
 from workflows.resource_pool import PoolState
+from workflows.scheduling.devices import DEVICES
 from workflows.scheduling.pool import Pool
 from workflows.spec import RunSpec
 
@@ -191,6 +195,7 @@ class FakeWorld:
                     self.gang_probe,
                     self.warm_ranks,
                     self.end_residency,
+                    self.profile_node,
                 ]
                 await stack.enter_async_context(activity_worker(self.client, node_queue(node), work))
                 await stack.enter_async_context(activity_worker(self.client, nodectl_queue(node), control))
@@ -204,7 +209,7 @@ class FakeWorld:
         names = (
             "pipeline_policy admit_step group_flow prepare_run rewind finish_run record_command "
             "pause_admission set_rate claim_batch next_part commit_step latest_checkpoint latest_weights "
-            "open_evaluation wait_evaluation put_route close_route"
+            "open_evaluation wait_evaluation put_route close_route save_profile"
         )
         return [getattr(self, name) for name in names.split()]
 
@@ -310,7 +315,16 @@ class FakeWorld:
         self.routes.pop(route.node, None)
         self.log.append(f"route {route.node} closed")
 
+    @activity.defn
+    async def save_profile(self, found: NodeProfiled) -> None:
+        self.log.append(f"profile of {found.node} saved")
+
     # Node activities
+
+    @activity.defn
+    async def profile_node(self, task: ProfileTask) -> NodeProfiled:
+        rates = (NodeRate(role="decode", predicted=900.0, error=0.1),)
+        return NodeProfiled(node=task.node, model=task.model, device=DEVICES["CPU"], train_priority=2.5, rates=rates)
 
     @activity.defn
     async def engine_supervise(self, task: EngineTask) -> None:

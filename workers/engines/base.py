@@ -156,6 +156,10 @@ class Stats:
     waiting: int
     used_tokens: int = 0
     """Tokens in the KV cache."""
+    running_tokens: int | None = None
+    """Those of them that belong to running requests; None where it does not tell."""
+    generated: int | None = None
+    """Tokens sampled since the engine started; None where it does not tell."""
 
 
 class Engine(Protocol):

@@ -6,7 +6,7 @@ Always streamed upstream. What a real SGLang server needs on top is in :mod:`wor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,8 @@ class SglangEngine(HttpEngine):
                 running=sum(load["num_running_reqs"] for load in loads),
                 waiting=sum(load["num_waiting_reqs"] for load in loads),
                 used_tokens=sum(load.get("num_used_tokens", 0) for load in loads),
+                running_tokens=_sum(loads, "num_running_tokens"),
+                generated=_sum(loads, "num_generated_tokens"),
             )
         except (KeyError, TypeError):
             raise EngineProtocolError(f"{self.url}: /v1/loads answered {answer!r}") from None
@@ -156,3 +158,8 @@ def _generate_body(ids: TokenIds, sampling: Sampling, request_id: str, salt: str
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _sum(loads: Sequence[Mapping[str, Any]], field: str) -> int | None:
+    """Of a figure that only our engine tells."""
+    return sum(load[field] for load in loads) if all(field in load for load in loads) else None

@@ -16,6 +16,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.node import NodeActivities
 from workers.cluster import StateFolder
 from workers.node_agent.engine import EngineHost
+from workers.node_agent.meter import RateMeter
 from workers.node_agent.tokens import TaskTokens
 from workers.node_agent.trainer import TrainerHost, rank_command
 from workers.residency import EpochMemory
@@ -50,6 +51,7 @@ class NodeAgent:
         self._tokens = TaskTokens(folder / "tasks")
         self._engine = EngineHost(state, info.id, host=host)
         self._trainer = TrainerHost(state, info.id, host=host, command=rank_command)
+        self._meter = RateMeter(folder)
         self._info = info
         self._suspects: set[str] = set()
 
@@ -58,7 +60,7 @@ class NodeAgent:
         client = await connect(self._state.cluster())
         await self._tokens.fail_old(client)
         node = self._info.id
-        activities = NodeActivities(client, node, self._engine, self._trainer, self._epochs, self._tokens)
+        activities = NodeActivities(client, node, self._engine, self._trainer, self._epochs, self._tokens, self._meter)
         work: list[Callable[..., Any]] = [
             activities.engine_supervise,
             activities.trainer_supervise,
@@ -71,13 +73,18 @@ class NodeAgent:
             activities.gang_probe,
             activities.warm_ranks,
             activities.end_residency,
+            activities.profile_node,
         ]
         async with (
             activity_worker(client, node_queue(node), work, slots=8),
             activity_worker(client, nodectl_queue(node), control, slots=8),
         ):
             await self._register(client)
-            loops = [asyncio.create_task(self._keep_seen(client)), asyncio.create_task(self._reap(client))]
+            loops = [
+                asyncio.create_task(self._keep_seen(client)),
+                asyncio.create_task(self._reap(client)),
+                asyncio.create_task(self._meter.watch(self._engine.load_now)),
+            ]
             await stop.wait()
             for loop in loops:
                 loop.cancel()
@@ -102,16 +109,19 @@ class NodeAgent:
                     "add_node", info, start_workflow_operation=start, result_type=NodeStatus
                 )
                 log.info("registered: %s", status)
+                if self._meter.profile is not None:
+                    pool = client.get_workflow_handle(calls.pool_id(cluster))
+                    await pool.signal("profiled", self._meter.profile.model_copy(update={"node": info.id}))
                 return
             except (RPCError, WorkflowUpdateFailedError) as error:
                 log.warning("registering node %s failed, trying again: %s", info.id, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _keep_seen(self, client: Client) -> None:
-        seen = NodeSeen(node=self._info.id, boot_id=self._info.boot_id)
         pool = calls.pool_id(self._state.cluster().cluster)
         while True:
             await asyncio.sleep(SEEN_EVERY_S)
+            seen = NodeSeen(node=self._info.id, boot_id=self._info.boot_id, rates=self._meter.rates())
             try:
                 await client.get_workflow_handle(pool).signal("node_seen", seen)
             except RPCError as error:

@@ -13,7 +13,7 @@ from storage.errors import ConfigError, EngineError, EngineRejected, EngineUnava
 from storage.ports import free_port
 from storage.weights import WeightsStore
 from workers.cluster import StateFolder
-from workers.engines.base import Engine, Transfer
+from workers.engines.base import Engine, Stats, Transfer
 from workers.engines.kinds import KINDS, connect, kind_of
 from workers.engines.launch import Place
 from workers.node_agent.sender import Sender
@@ -121,6 +121,11 @@ class EngineHost:
                 self._pin(run)
                 await self._sender.close()
                 self._file.unlink(missing_ok=True)
+
+    async def load_now(self) -> Stats | None:
+        """How busy the engine is; None if none runs."""
+        found = self.resident()
+        return None if found is None else await self._engine(found).stats()
 
     async def until_dead(self, found: EngineResidency) -> str:
         """Watch the engine; returns why it counts as dead (it is, or it has not answered for a minute)."""

@@ -45,6 +45,8 @@ class DeviceProfile(BaseModel):
     """Seconds that each sequence adds to a decode step: sampling and bookkeeping."""
     train_step_s: float = Field(default=0.0, ge=0)
     """Seconds of every update, whatever it holds: optimizer, bookkeeping."""
+    train_sequence_s: float = Field(default=0.0, ge=0)
+    """Seconds that each sequence adds to an update: launching its forward and backward pass."""
     link_bandwidth: float = Field(gt=0)
     """Bytes/s per direction between devices of one node."""
 

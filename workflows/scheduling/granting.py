@@ -33,19 +33,28 @@ PATIENCE = 8
 
 
 def settle(pool: Pool, actions: list[Action]) -> Outcome:
-    """Serve all demands with the nodes as they are now; new actions follow ``actions``."""
-    turn = _Round(pool, actions)
-    for lending in (False, True):
-        for demand in ranked(pool):
-            turn.serve(demand, lending=lending)
-    return Outcome(turn.pool, turn.actions)
+    """Serve all demands with the nodes as they are now; new actions follow ``actions``.
+
+    Rounds follow each other until one changes nothing: what is lent in one may put a run over its quota, and so be
+    claimed in the next.
+    """
+    actions = list(actions)
+    while True:
+        turn = _Round(pool)
+        for lending in (False, True):
+            for demand in ranked(turn.pool):
+                turn.serve(demand, lending=lending)
+        pool = turn.pool
+        actions += turn.actions
+        if not turn.actions:
+            return Outcome(pool, actions)
 
 
-def revoke(pool: Pool, lease: Lease, reason: str) -> Outcome:
-    """Ask a lease back; one that is asked back already is left alone."""
+def revoke(pool: Pool, lease: Lease, reason: str, *, promised: str = "") -> Outcome:
+    """Ask a lease back, for the request that is ``promised`` its members; one asked back already is left alone."""
     if lease.state == "revoking":
         return Outcome(pool, [])
-    revoking = lease.model_copy(update={"state": "revoking"})
+    revoking = lease.model_copy(update={"state": "revoking", "promised": promised})
     decision = Decision(what=f"revoked {lease.key}", why=reason)
     return Outcome(
         explained(with_lease(pool, revoking), decision, lease.members), [Revoke(lease=revoking, reason=reason)]
@@ -81,10 +90,16 @@ def over_quota(pool: Pool, run: str) -> int:
 class _Round:
     """One round; ``reserved`` maps nodes that are spoken for in it to the run that gets them."""
 
-    def __init__(self, pool: Pool, actions: list[Action]) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.actions = list(actions)
-        self.reserved: dict[str, str] = {}
+        self.actions: list[Action] = []
+        self.promised = {
+            node: lease.promised
+            for lease in pool.leases.values()
+            for node in lease.members
+            if lease.state == "revoking" and _still_wants(pool, lease.promised, node)
+        }
+        self.reserved = {node: pool.demands[request].run for node, request in self.promised.items()}
         self.holder = {node: lease.key for lease in pool.leases.values() for node in lease.members}
 
     def serve(self, demand: Demand, *, lending: bool) -> None:
@@ -104,6 +119,7 @@ class _Round:
         count = demand.count or 0
         fit = [node.id for node in matching(self.pool, demand)]
         usable = [node for node in fit if self._can_take(demand, node, lending)]
+        usable.sort(key=lambda node: self.promised.get(node) != demand.request_id)
         own = self._nodes_of(demand.run)
         for members in (usable[:count], sorted(usable, key=lambda node: node not in own)[:count]):
             if len(members) == count and (lending or self._within(demand, tuple(members))):
@@ -115,7 +131,7 @@ class _Round:
 
     def _can_take(self, demand: Demand, node: str, lending: bool) -> bool:
         if node in self.reserved:
-            return False
+            return self.promised.get(node) == demand.request_id
         lease = self._lease(node)
         if lease is None or lease.state == "revoking":
             return True
@@ -138,11 +154,12 @@ class _Round:
     def _others(self, demand: Demand, node: str) -> bool:
         """Whether another run would lose the node: such nodes are taken last."""
         lease = self._lease(node)
-        return lease is not None and lease.run != demand.run
+        return lease is not None and lease.run != demand.run and lease.state == "held"
 
     def _take(self, demand: Demand, members: tuple[str, ...]) -> None:
         """Grant if all members are free; else ask back what is held, and reserve them until they are."""
         self.reserved.update(dict.fromkeys(members, demand.run))
+        self.promised = {node: request for node, request in self.promised.items() if node not in members}
         holders = {lease.key: lease for node in members if (lease := self._lease(node)) is not None}
         if not holders:
             self._grant(demand, members)
@@ -153,7 +170,8 @@ class _Round:
                     "ahead of" if over_quota(self.pool, lease.run) == 0 else "within its quota, unlike"
                 )
                 where += f" run {lease.run}"
-            self.pool, more = revoke(self.pool, lease, f"{demand.role} of run {demand.run} {where}")
+            reason = f"{demand.role} of run {demand.run} {where}"
+            self.pool, more = revoke(self.pool, lease, reason, promised=demand.request_id)
             self.actions += more
 
     def _grant(self, demand: Demand, members: tuple[str, ...]) -> None:
@@ -209,6 +227,11 @@ def _after_grant(pool: Pool, demand: Demand, winner: Demand, members: tuple[str,
 
 def _arrival(pool: Pool, demand: Demand) -> tuple[int, int]:
     return pool.share(demand.run).arrived, demand.arrived
+
+
+def _still_wants(pool: Pool, request_id: str, node: str) -> bool:
+    demand = pool.demands.get(request_id)
+    return demand is not None and _wants(pool, demand, (node,))
 
 
 def _wants(pool: Pool, demand: Demand, members: tuple[str, ...]) -> bool:

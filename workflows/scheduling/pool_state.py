@@ -96,6 +96,8 @@ class Lease(Value):
     protected: bool = False
     """Granted to a run that had waited long: not taken by a run with a higher priority."""
     state: LeaseState = "held"
+    promised: str = ""
+    """Request for which it is asked back: its members are kept for that one."""
 
     @property
     def key(self) -> str:

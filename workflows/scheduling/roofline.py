@@ -65,9 +65,11 @@ def prefill_s(device: DeviceProfile, model: ModelCost, tokens: float, *, context
 
 
 def train_s(device: DeviceProfile, model: ModelCost, tokens: float, *, context: float, devices: int = 1) -> float:
-    """Seconds of one update on ``tokens`` tokens in rows of ``context`` tokens: forward, backward, optimizer."""
+    """Seconds of one update on ``tokens`` tokens in sequences of ``context`` tokens: forward, backward, optimizer."""
     flops = TRAIN_PASSES * model.flops(tokens, context / 2)
-    return flops / (device.train_efficiency * device.peak_flops * devices) + device.train_step_s
+    compute = flops / (device.train_efficiency * device.peak_flops)
+    sequences = device.train_sequence_s * tokens / max(1.0, context)
+    return (compute + sequences) / devices + device.train_step_s
 
 
 def kv_tokens(device: DeviceProfile, model: ModelCost, devices: int = 1) -> int:

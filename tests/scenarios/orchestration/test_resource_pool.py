@@ -14,11 +14,16 @@ from workflows.messages import (
     DrainNode,
     LeaseRequest,
     NodeName,
+    NodeProfiled,
+    NodeRate,
+    NodeSeen,
     PoolStatus,
     RunStatus,
     SetShare,
     SetTags,
 )
+from workflows.profile_node import ProfileInput
+from workflows.queues import CONTROL_QUEUE
 
 
 async def status_of(world: FakeWorld, run: str) -> RunStatus:
@@ -120,6 +125,24 @@ async def test_a_removed_node_leaves_and_may_join_again(world: FakeWorld) -> Non
         await asyncio.sleep(0.05)
     await world.add_node("b")
     await eventually(lambda: world.routes.get("b") == "open 0", "b to serve again")
+
+
+async def test_a_measured_node_is_kept_in_the_books_and_ranked_for_training_by_its_profile(world: FakeWorld) -> None:
+    task = ProfileInput(node="b", model="/model", pool=calls.pool_id(world.run))
+    await world.client.execute_workflow(
+        "ProfileNode", task, id=f"{world.run}/profile", task_queue=CONTROL_QUEUE, result_type=NodeProfiled
+    )
+    assert "profile of b saved" in world.log
+    node = (await world.pool_status()).node("b")
+    assert node is not None
+    assert node.train_priority == 2.5
+    assert [(rate.role, rate.predicted, rate.measured) for rate in node.rates] == [("decode", 900.0, None)]
+
+    seen = NodeSeen(node="b", boot_id="boot", rates=(NodeRate(role="decode", predicted=800, measured=850, error=0.06),))
+    await world.pool().signal("node_seen", seen)
+    node = (await world.pool_status()).node("b")
+    assert node is not None
+    assert [rate.measured for rate in node.rates] == [850.0]
 
 
 async def test_the_audit_withdraws_what_an_ended_owner_still_waits_for(

@@ -240,6 +240,18 @@ def test_a_run_at_its_quota_exchanges_roles_on_its_own_nodes() -> None:
     assert kinds(asked) == [("revoke", (mine,))]
 
 
+def test_no_more_nodes_are_asked_back_than_a_run_may_claim() -> None:
+    nodes = [node(name, "rollout", "train") for name in ("a", "b", "c", "d")]
+    pool = pools.request(cluster(*nodes), engines("r1"), Share(quota=2)).pool
+    asked = pools.request(pool, engines("r2"), Share(quota=1))
+    assert [action.kind for action in asked.actions] == ["revoke"]
+    again = pools.add_node(asked.pool, node("e", "reward"), now=1.0)
+    assert again.actions == []
+    wanted = pools.request(again.pool, gang(2, run="r1"))
+    assert [action.kind for action in wanted.actions] == ["revoke", "revoke"]
+    assert pools.add_node(wanted.pool, node("f", "reward"), now=2.0).actions == []
+
+
 def test_what_a_person_set_for_a_run_outlives_its_requests() -> None:
     pool = pools.set_share(cluster(node("a", "rollout")), "r", priority=3, quota=2).pool
     pool = pools.request(pool, engines(), Share(priority=0)).pool

@@ -137,6 +137,16 @@ def test_an_interval_that_goes_on_moves_its_end(ledger: Ledger) -> None:
         ledger.record_interval(RUN, "a", "sleep", 1.0, 2.0)
 
 
+def test_a_nodes_profile_is_that_of_its_last_measurement_with_a_model(ledger: Ledger) -> None:
+    ledger.put_profile("a", "/m1", {"train_priority": 1.0})
+    ledger.put_profile("a", "/m2", {"train_priority": 3.0})
+    ledger.put_profile("a", "/m1", {"train_priority": 2.0})
+    ledger.put_profile("b", "/m1", {})
+    found = [(row["node"], row["model"], row["profile"]) for row in ledger.profiles("a")]
+    assert found == [("a", "/m1", {"train_priority": 2.0}), ("a", "/m2", {"train_priority": 3.0})]
+    assert len(ledger.profiles()) == 3
+
+
 def test_human_commands_are_kept_in_order(ledger: Ledger) -> None:
     ledger.audit("ann", "preempt", "maintenance", {"node": "a"})
     ledger.audit("bob", "resume", "done")

@@ -192,6 +192,8 @@ class EmbeddedEngine:
                     "num_running_reqs": scheduler.running,
                     "num_waiting_reqs": len(scheduler.waiting),
                     "num_used_tokens": scheduler.used_tokens,
+                    "num_running_tokens": scheduler.running_tokens,
+                    "num_generated_tokens": scheduler.generated,
                 }
             ]
         }

@@ -152,7 +152,11 @@ class Scheduler:
 
     @property
     def used_tokens(self) -> int:
-        return self.cache.tokens + sum(s.computed for s in self.batch.members)
+        return self.cache.tokens + self.running_tokens
+
+    @property
+    def running_tokens(self) -> int:
+        return sum(s.computed for s in self.batch.members)
 
     # --- the step ---
 
