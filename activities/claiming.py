@@ -85,7 +85,7 @@ class ClaimWait:
         claim = None
         if switch is None or switch.what != STAY:
             pending = self._pending()
-            claim = self._claim(partial=why is not None)
+            claim = self._claim(partial=why is not None and ready < self._policy.groups_per_step)
         if claim is not None:
             why = why or Decision(what=UPDATE, why="an earlier attempt has claimed the batch")
             return Claimed(claim, why, switch, pending, *self._biases(claim))
@@ -133,6 +133,7 @@ class ClaimWait:
             min_version=self._oldest,
             take_partial=partial,
             select=self._select,
+            refill=spec.pipeline.refill,
         )
 
     def _biases(self, claim: BatchClaim) -> tuple[float | None, float | None]:
@@ -156,7 +157,7 @@ class ClaimWait:
     def _replace_ended(self) -> None:
         """Admit one more task for each group that ended without entering a batch."""
         run = self._task.spec.run
-        ended = self._ledger.ended_groups(run)
+        ended = self._ledger.ended_groups(run, refill=self._task.spec.pipeline.refill)
         before = self._ended_before = ended if self._ended_before is None else self._ended_before
         if ended - before > HOPELESS_BATCHES * self._policy.groups_per_step and not self._ledger.ready_groups(run):
             raise self._hopeless(f"{ended - before} groups in a row ended and none can be trained")

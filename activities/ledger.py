@@ -264,7 +264,7 @@ class LedgerActivities:
 
     def _admit(self, task: AdmissionInput) -> None:
         spec, end = task.spec, data_end(task.spec)
-        until = policy_for(spec).admit_until(task.step, ended=self._ended(spec.run))
+        until = policy_for(spec).admit_until(task.step, ended=self._ended(spec))
         self._ledger.set_admission(
             spec.run,
             TRAIN,
@@ -285,9 +285,9 @@ class LedgerActivities:
         ]
         return FlowView(**flow._asdict(), wanted=rule.groups_per_step, decoding=min(began, default=None))
 
-    def _ended(self, run: str) -> int:
+    def _ended(self, spec: RunSpec) -> int:
         try:
-            return self._ledger.ended_groups(run)
+            return self._ledger.ended_groups(spec.run, refill=spec.pipeline.refill)
         except NotFoundError:  # the stream does not exist yet
             return 0
 

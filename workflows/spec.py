@@ -224,6 +224,9 @@ class PipelineSpec(Spec):
     selection: str = "ordinal"
     """Which complete groups make a batch. ``ordinal``: the oldest tasks; ``completion``: those complete first; or your
     own: ``package.module:function``, called with the complete groups and how many are wanted."""
+    refill: bool = False
+    """Dynamic sampling: groups that are dropped because their raw rewards are all equal are replaced by other tasks, so
+    that each step trains a whole batch. A step whose groups all are so gives up after four batches of them."""
     target_in_flight: int = Field(default=64, ge=1)
     """Sessions kept running; fewer where the engines with a route cannot take so many."""
     batch_time_limit_s: float = Field(default=600.0, gt=0)
@@ -364,6 +367,8 @@ class RunSpec(Spec):
         self._someone_rolls_out()
         self._algorithm_can_act()
         self._parts_add_up()
+        if self.pipeline.refill and not self.algorithm.drops_zero_variance:
+            raise ValueError("pipeline.refill does nothing: the algorithm keeps groups whose rewards are all equal")
         if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1"

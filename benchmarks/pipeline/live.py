@@ -93,7 +93,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
             ],
             "engine": {"kind": "embedded", "max_running": 48, "kv_tokens": 65536},
             "algorithm": {"group_size": settings.group_size, "groups_per_step": settings.groups_per_step},
-            "trainer": {"learning_rate": 1e-5, "micro_batch": 16},
+            "trainer": {"learning_rate": 1e-5},
             "pipeline": {
                 "name": name,
                 "steps": settings.steps,

@@ -37,6 +37,7 @@ class Batches(Part):
         min_version: int,
         take_partial: bool,
         select: Selection = ordinal_window,
+        refill: bool = False,
     ) -> BatchClaim | None:
         """Claim ``groups`` groups for a step; the same (run, lineage, step) gives the same claim.
 
@@ -45,7 +46,8 @@ class Batches(Part):
         Groups started with weights older than ``min_version`` (or with no known
         version at all) end ``filtered(stale)`` and do not count. Groups without
         reward variance count; with ``drop_zero_variance`` they end
-        ``filtered(zero_variance)`` and are left out of the claim.
+        ``filtered(zero_variance)`` and are left out of the claim; with ``refill``
+        too they do not count, and the claim waits for others in their place.
 
         Returns:
             The claim, or None where there are not enough groups yet; ``take_partial`` is content with one.
@@ -64,6 +66,10 @@ class Batches(Part):
             for row in stale:
                 end_group(connection, run, TRAIN, row.ordinal, STALE, lineage=lineage, step=step)
             fresh = [row for row in waiting if row not in stale]
+            if refill and drop_zero_variance:
+                for row in filter(_without_variance, fresh):
+                    end_group(connection, run, TRAIN, row.ordinal, ZERO_VARIANCE, lineage=lineage, step=step)
+                fresh = [row for row in fresh if not _without_variance(row)]
             if len(fresh) < (1 if take_partial else groups):
                 return None
             fresh = _selected(connection, run, fresh, min(groups, len(fresh)), select)
@@ -237,7 +243,7 @@ def _claim(
     connection: sa.Connection, run: str, lineage: int, step: int, fresh: list[sa.Row[Any]], drop_zero_variance: bool
 ) -> None:
     rewards = [reward for row in fresh for reward in row.rewards]
-    dropped = [row for row in fresh if drop_zero_variance and len(set(row.rewards)) == 1]
+    dropped = [row for row in fresh if drop_zero_variance and _without_variance(row)]
     for row in dropped:
         end_group(connection, run, TRAIN, row.ordinal, ZERO_VARIANCE, lineage=lineage, step=step)
     taken = [row.ordinal for row in fresh if row not in dropped]
@@ -250,6 +256,10 @@ def _claim(
     values = {"run": run, "lineage": lineage, "step": step, "state": State.CLAIMED, "zero_variance": len(dropped)}
     statistics = {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards)}
     connection.execute(batches.insert().values(**values, **statistics, stale=connection.scalar(stale)))
+
+
+def _without_variance(row: sa.Row[Any]) -> bool:
+    return len(set(row.rewards)) == 1
 
 
 def _of_step(table: sa.Table, run: str, lineage: int, step: int) -> sa.ColumnElement[bool]:

@@ -135,12 +135,12 @@ class Groups(Part):
         with self._db.read() as connection:
             return int(connection.scalar(query) or 0)
 
-    def ended_groups(self, run: str) -> int:
+    def ended_groups(self, run: str, *, refill: bool = False) -> int:
         """Training groups that ended without counting towards any step: each needs another task in its place.
 
-        Groups that were dropped for zero variance counted.
+        Groups that were dropped for zero variance counted, unless ``refill`` has them replaced too.
         """
-        dropped = sa.and_(samples.c.state == State.FILTERED, samples.c.cause == ZERO_VARIANCE)
+        dropped = sa.and_(samples.c.state == State.FILTERED, samples.c.cause == ZERO_VARIANCE, sa.literal(not refill))
         counted = sa.case((sa.or_(samples.c.state.not_in([State.FILTERED, State.FAILED]), dropped), 1), else_=0)
         with self._db.read() as connection:
             per_task = stream_row(connection, run, TRAIN).samples_per_task
