@@ -229,6 +229,7 @@ class RlStep:
         """Have the gang: the one the run kept, or a new one from the pool; one that cannot start is tried again."""
         self._set_phase("acquiring")
         nodes = pipeline.train_nodes(self.task.spec)
+        await self._ranks_are_up(nodes)
         for attempt in range(GANG_TRIES):
             if self.lease is None:
                 await self._request(nodes, attempt)
@@ -240,6 +241,16 @@ class RlStep:
             type="TrainerError",
             non_retryable=True,
         )
+
+    async def _ranks_are_up(self, nodes: tuple[str, ...]) -> None:
+        """Before the first change: ranks that still start are waited for while their nodes roll out."""
+        if self.lease is not None or self.task.policy.trainers == "own" or self.task.cost.load:
+            return
+        probes = [calls.gang_probe(self.task.spec.run, node) for node in nodes]
+        await self._until("the ranks to start", lambda: all(probe.done() for probe in probes))
+        for probe in probes:
+            if (error := probe.exception()) is not None:  # the lease starts them instead
+                workflow.logger.warning("resident ranks were not found: %s", calls.reason_of(error))
 
     async def _request(self, nodes: tuple[str, ...], attempt: int) -> None:
         self.lost = ""
