@@ -86,8 +86,6 @@ class EngineHost:
                 return task.weights.version
             async with self._source(task) as transfer:
                 await self._change(found, task, transfer)
-            if transfer is not None:
-                await self._sender.prepare()
             return task.weights.version
 
     async def hold(self, paused: bool) -> None:

@@ -5,7 +5,7 @@ Engines name the tensors they expect from the headers of the published checkpoin
 
     python -m workers.trainer.broadcast --weights DIR --address HOST --port N --world-size 2 --group g1
 
-``--wait`` alone makes ready and reads the other words from one line of its standard input.
+``--serve`` alone sends one checkpoint after another, each by a line of these words on its standard input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -52,14 +52,15 @@ def send(transfer: Transfer, tensors: Iterable[Tensor], *, timeout_s: float) -> 
 
 
 @contextmanager
-def joined(transfer: Transfer, timeout_s: float) -> Iterator[dist.ProcessGroup]:
-    """Membership, as rank 0, in a group beside the process's default one (which there need not be).
+def joined(transfer: Transfer, timeout_s: float, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    """Membership, as the sender unless ``rank`` says otherwise, in a group beside the process's default one.
 
-    Engines find the group by its name in the store, so its keys carry the name as a prefix.
+    There need not be a default one. Engines find the group by its name in the store, so its keys carry the name as a
+    prefix.
     """
     timeout = timedelta(seconds=timeout_s)
     where = f"tcp://{transfer.address}:{transfer.port}"
-    store, rank, size = next(rendezvous(where, 0, transfer.world_size, timeout=timeout))
+    store, rank, size = next(rendezvous(where, rank, transfer.world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
         size,
@@ -85,7 +86,17 @@ def stored(directory: Path) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    """Send one checkpoint."""
+    """Send one checkpoint, or many."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if sys.argv[1:] != ["--serve"]:
+        send_checkpoint(sys.argv[1:])
+        return
+    for line in sys.stdin:
+        send_checkpoint(shlex.split(line))
+
+
+def send_checkpoint(words: Sequence[str]) -> None:
+    """Send the checkpoint that a command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="directory of a published checkpoint")
     parser.add_argument("--address", required=True, help="of this process, as the engines reach it")
@@ -94,13 +105,7 @@ def main() -> None:
     parser.add_argument("--group", required=True, help="name of the group, never used before")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--timeout-s", type=float, default=120.0)
-    words = sys.argv[1:]
-    if words == ["--wait"]:
-        words = shlex.split(sys.stdin.readline())
-        if not words:  # whoever started it has gone
-            return
     given = parser.parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     transfer = Transfer(given.group, given.address, given.port, 0, given.world_size, given.backend)
     log.info("sent %d tensors", send(transfer, stored(given.weights), timeout_s=given.timeout_s))
 

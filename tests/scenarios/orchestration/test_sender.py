@@ -7,9 +7,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 
 from storage.errors import EngineUnavailable
+from workers.engines.base import Transfer
 from workers.node_agent.sender import Sender
+from workers.trainer.broadcast import joined
 
 
 def children() -> list[int]:
@@ -34,10 +39,24 @@ async def test_a_sender_listens_before_the_engine_is_told_and_ends_when_the_load
     assert children() == []
 
 
-async def test_a_sender_that_was_started_ahead_ends_when_it_is_no_longer_needed() -> None:
+def receive(transfer: Transfer) -> torch.Tensor:
+    """As the rank of an engine."""
+    tensor = torch.zeros(3)
+    with joined(transfer, 30.0, transfer.rank) as group:
+        dist.broadcast(tensor, src=0, group=group)
+    return tensor
+
+
+async def test_one_process_sends_every_version(tmp_path: Path) -> None:
     sender = Sender()
     await sender.prepare()
-    await sender.prepare()
-    assert len(children()) == 1
+    started = children()
+    for version in (1, 2):
+        weights = tmp_path / str(version)
+        weights.mkdir()
+        save_file({"weight": torch.full((3,), float(version))}, weights / "model.safetensors")
+        async with sender.sending(str(weights)) as transfer:
+            assert (await asyncio.to_thread(receive, transfer)).tolist() == [version] * 3
+    assert children() == started
     await sender.close()
     assert children() == []
