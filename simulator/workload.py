@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from simulator.laws import AnyLaw, Array, Constant, Law
 from simulator.sessions import Session
 
+DRAWN = 64
+"""Groups that are drawn for each simulated one, at most: to draw all of a very large step takes longer than to simulate
+it, and its slowest group is hardly slower than that of so many."""
 TOKEN_S = 0.01
 """Seconds of a token, as far as it matters for which of two sessions takes longer."""
 
@@ -117,7 +120,7 @@ class Sessions:
     def _drawn(self, block: int) -> list[list[Session]]:
         load = self._workload
         chance = np.random.default_rng((self._seed, block))
-        drawn = _Drawn(load, chance, (self._groups * self._stands_for, self._size), block)
+        drawn = _Drawn(load, chance, (self._groups * min(self._stands_for, DRAWN), self._size), block)
         rows = drawn.representatives(self._groups)
         first = block * self._groups
         return [
