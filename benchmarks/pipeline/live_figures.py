@@ -10,7 +10,10 @@ from statistics import fmean, median
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client, WorkflowHistory
 
+from storage.errors import ConfigError
 from storage.ledger import Interval, StepRecord
+
+MIN_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,13 @@ class Window:
         return max(self.end - self.start, 1e-9)
 
 
-def steady(intervals: Sequence[Interval], steps: Sequence[StepRecord]) -> Window:
-    """From the first generation to the last commit but one: while the last update is made, no step is left to roll out
-    for, whatever the pipeline."""
-    starts = [interval.start for interval in intervals if interval.kind == "generate"]
+def steady(steps: Sequence[StepRecord]) -> Window:
+    """From the first commit, when every process has started, to the last but one: while the last update is made, no
+    step is left to roll out for, whatever the pipeline. Needs three steps."""
     commits = sorted(step.recorded for step in steps)
-    return Window(min(starts), commits[-2] if len(commits) > 1 else commits[-1])
+    if len(commits) < MIN_STEPS:
+        raise ConfigError(f"{len(commits)} steps have no steady part: make at least {MIN_STEPS}")
+    return Window(commits[0], commits[-2])
 
 
 def busy_s(intervals: Iterable[Interval], window: Window) -> float:
@@ -59,20 +63,20 @@ def switching_s(intervals: Sequence[Interval], node: str, window: Window) -> flo
 
 
 def figures(intervals: Sequence[Interval], steps: Sequence[StepRecord], nodes: Sequence[str]) -> dict[str, object]:
-    """What the table and the JSON line say of one pipeline."""
-    window = steady(intervals, steps)
-    last = max(step.recorded for step in steps)
+    """What the table and the JSON line say of one pipeline; its first step, in which processes start, is left out."""
+    window = steady(steps)
     idle = idle_fractions(intervals, nodes, window)
-    wall = last - window.start
+    later = sorted(steps, key=lambda step: step.recorded)[1:]
+    wall = later[-1].recorded - window.start
     return {
         "idle_fraction": round(fmean(idle.values()), 4),
         "idle_by_node": {node: round(value, 4) for node, value in idle.items()},
         "switching_s": {node: round(switching_s(intervals, node, window), 2) for node in nodes},
-        "tokens_per_s": round(sum(step.metrics["tokens"] for step in steps) / wall, 1),
+        "tokens_per_s": round(sum(step.metrics["tokens"] for step in later) / wall, 1),
         "wall_s": round(wall, 2),
-        "staleness_mean": round(fmean(step.metrics["staleness_mean"] for step in steps), 4),
-        "train_s": round(fmean(step.metrics["seconds"] for step in steps), 2),
-        "claim_s": round(fmean(step.metrics["seconds_claim"] for step in steps), 2),
+        "staleness_mean": round(fmean(step.metrics["staleness_mean"] for step in later), 4),
+        "train_s": round(fmean(step.metrics["seconds"] for step in later), 2),
+        "claim_s": round(fmean(step.metrics["seconds_claim"] for step in later), 2),
         "steps": len(steps),
     }
 
