@@ -509,6 +509,9 @@ class RunState(Message):
     queue_notice: str = ""
     """What the pool says that this request waits for."""
     evaluations: tuple[EvaluationOutcome, ...] = ()
+    spared: str = ""
+    """Engine lease that stays at the weights ``spared_for`` for their evaluation beside training; empty: none."""
+    spared_for: WeightsRef | None = None
     last_metrics: dict[str, float] = Field(default_factory=dict)
     last_failure: str = ""
     policy: PolicyView | None = None

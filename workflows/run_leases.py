@@ -116,7 +116,7 @@ class Leases(RunBase):
     def _measure_return(self) -> None:
         """The train nodes serve again: that is what giving them back took."""
         began = self.state.returned_at
-        serving = {e.node for e in self._ready() if e.version == self.version()}
+        serving = {e.node for e in self.serving() if e.version == self.version()}
         if began is not None and self._shared_nodes() <= serving:
             now = workflow.now().timestamp()
             self.state.cost = self.state.cost.with_measured("weights", now - began)
@@ -169,10 +169,12 @@ class Leases(RunBase):
         alive = True
         if hold != engine.held:
             alive = await calls.tell(lease, "hold", HoldLease(hold=hold))
-        newest = self.state.checkpoint
+        newest = self.state.checkpoint and self.state.checkpoint.weights
+        if engine.lease == self.state.spared:
+            newest = self.state.spared_for
         knows = engine.state == "granted"  # it reads the newest version itself before it first reports
         if alive and not knows and newest is not None and told < newest.version:
-            alive = await calls.tell(lease, "load_weights", newest.weights)
+            alive = await calls.tell(lease, "load_weights", newest)
             told = newest.version
         known = self.state.engines.get(engine.lease)
         if known is None or known.epoch != engine.epoch:
@@ -184,15 +186,16 @@ class Leases(RunBase):
 
     def synced(self) -> bool:
         """At least one engine serves, and none serves anything but the newest weights."""
-        ready = self._ready()
+        ready = self.serving()
         return bool(ready) and all(e.version == self.version() for e in ready)
 
-    def _ready(self) -> list[EngineView]:
+    def serving(self) -> list[EngineView]:
+        """Engines that serve some weights."""
         return [e for e in self.state.engines.values() if e.state == "ready"]
 
     def serves(self) -> bool:
         """Whether any engine does."""
-        return bool(self._ready())
+        return bool(self.serving())
 
     def _engine_granted(self, event: LeaseEvent) -> None:
         known = self.state.engines.get(event.lease)

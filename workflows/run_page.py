@@ -105,6 +105,8 @@ def _engine(view: RunView, engine: EngineView) -> str:
     if engine.held:
         return f"is held, with weights {engine.version}"
     behind = engine.version is not None and engine.version < newest
+    if engine.lease == view.state.spared:
+        return f"serves weights {engine.version}, and keeps them for their evaluation"
     return f"serves weights {engine.version}" + (f", loads {newest}" if behind else "")
 
 

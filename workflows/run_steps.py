@@ -1,4 +1,4 @@
-"""The steps of a run: what happens between two of them, each step itself, rewinds, evaluations, changes of roles."""
+"""The steps of a run: what happens between two of them, each step itself, rewinds, changes of roles."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import asyncio
 from datetime import timedelta
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError, ChildWorkflowError
+from temporalio.exceptions import ApplicationError
 
 from workflows import calls
 from workflows.messages import (
-    EvaluationInput,
-    EvaluationOutcome,
     FlowInput,
     FlowView,
     RewindInput,
@@ -22,18 +20,17 @@ from workflows.messages import (
     Stop,
     SwitchRecord,
 )
-from workflows.run_leases import MAX_LOSSES, Leases
+from workflows.run_evaluation import Evaluations
+from workflows.run_leases import MAX_LOSSES
 from workflows.scheduling.decision import Decision
 from workflows.scheduling.pipeline import rollout_nodes
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_return, with_hindsight, worth_switching
 
-SYNC_SLACK = timedelta(minutes=5)
-"""Beyond what one engine may take to load: after it, those that did not are out of service and not waited for."""
 RETURN_LIMIT = timedelta(seconds=60)
 KEPT_SWITCHES = 8
 
 
-class Steps(Leases):
+class Steps(Evaluations):
     """The main loop's parts."""
 
     async def boundary(self) -> None:
@@ -45,16 +42,13 @@ class Steps(Leases):
         if self.policy().waits_for_sync:
             back = "the train nodes to roll out again"  # unless somebody has taken them
             await self.wait_at_most(back, lambda: self.state.returned_at is None or self._detained(), RETURN_LIMIT)
-            await self.wait_unpaused("every engine to serve the new weights", self.synced, self._sync_limit())
-        if calls.must_continue_as_new():
+            await self.wait_unpaused("every engine to serve the new weights", self.synced, self.sync_limit())
+        if calls.must_continue_as_new() and not self.evaluating():  # a new generation would end its children
             await workflow.wait_condition(
                 lambda: workflow.all_handlers_finished() and not (self.dirty or self.reconciling or self.commands)
             )
             if not self.fatal:  # it is no part of what is carried
                 workflow.continue_as_new(RunInput(**dict(self.spec), carried=self.state))
-
-    def _sync_limit(self) -> timedelta:
-        return timedelta(seconds=self.spec.engine.load_limit_s) + SYNC_SLACK
 
     def _detained(self) -> bool:
         return self.state.paused is not None or self.cut_short()
@@ -179,39 +173,6 @@ class Steps(Leases):
     def _remember(self, step: int, decision: Decision, at: float | None = None) -> None:
         record = SwitchRecord(step=step, decision=decision, at=at or workflow.now().timestamp())
         self.state.switches = (*self.state.switches, record)[-KEPT_SWITCHES:]
-
-    # Evaluation
-
-    async def evaluate_if_due(self, *, first: bool) -> None:
-        """Evaluate before the first step, and each ``evaluation.every`` steps."""
-        every, step = self.spec.evaluation.every, self.state.step
-        due = step == 0 if first else bool(every) and step % every == 0 and step < self.spec.pipeline.steps
-        if due:
-            await self.evaluate()
-
-    async def evaluate(self) -> None:
-        """Evaluate the newest weights, once."""
-        version = self.version()
-        if self.spec.data.held_out is None or any(e.version == version for e in self.state.evaluations):
-            return
-        self.set_phase("evaluating")
-        await self.wait_unpaused(f"the engines to serve version {version}", self.synced, self._sync_limit())
-        task = EvaluationInput(spec=self.spec, version=version)
-        try:
-            handle = await workflow.start_child_workflow(
-                "Evaluation",
-                task,
-                id=calls.evaluation_id(self.spec.run, version),
-                result_type=EvaluationOutcome,
-                static_summary=f"held-out reward of version {version}",
-            )
-            await self.wait(f"the evaluation of version {version}", lambda: handle.done() or self.cut_short())
-            if not handle.done():
-                handle.cancel()
-                return
-            self.state.evaluations = (*self.state.evaluations, await handle)
-        except ChildWorkflowError as error:  # a missing evaluation must not cost the run
-            self.state.last_failure = f"evaluation of version {version}: {calls.reason_of(error)}"
 
 
 def _hindsight(record: SwitchRecord, claimed_at: float, cost_s: float) -> SwitchRecord:

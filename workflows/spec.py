@@ -313,6 +313,8 @@ class EvaluationSpec(Spec):
     """Share of the likeliest tokens that is sampled from."""
     max_tokens: int | None = Field(default=None, ge=1)
     """New tokens a turn; None: as in training."""
+    time_limit_s: float = Field(default=3600.0, gt=0)
+    """An evaluation that takes longer is given up: there is none of those weights."""
     pass_at: tuple[int, ...] = ()
     """Each k for which pass@k is reported: the chance that one of k samples of a task passes, from all its samples."""
     pass_reward: float = 1.0

@@ -222,6 +222,7 @@ class TrainingRun(Commands, Steps):
     async def _close(self, how: str) -> BooksView:
         """Stop the data stream, close the books, give the nodes back and end the resident processes."""
         self.set_phase("ending")
+        self.evaluation_cancelled()
         if await calls.tell(calls.data_id(self.spec.run), "stop"):
             await self.wait_at_most("the data stream to stop", lambda: self.data_stopped, END_LIMIT)
         books = await calls.on_control(

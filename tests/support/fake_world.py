@@ -116,6 +116,8 @@ class FakeWorld:
         """Versions in place of which an engine that starts serves what it had before."""
         self.leftover = 0
         """Samples that still run when a batch is claimed."""
+        self.evaluations_open = asyncio.Event()
+        self.evaluations_open.set()
         self.data_end: int | None = None
         """Steps there is data for."""
         self.stream_error = ""
@@ -300,6 +302,8 @@ class FakeWorld:
     async def wait_evaluation(self, task: EvaluationInput) -> EvaluationOutcome:
         serving = sorted({int(route.split()[1]) for route in self.routes.values() if route.startswith("open")})
         self.log.append(f"evaluate {task.version} on {serving}")
+        await beating(self.evaluations_open.wait())
+        self.log.append(f"evaluated {task.version}")
         return EvaluationOutcome(version=task.version, mean=0.25 * task.version, samples=4)
 
     @activity.defn

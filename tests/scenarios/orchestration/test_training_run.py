@@ -16,7 +16,7 @@ from temporalio.client import (
 )
 
 from storage.errors import GangLost
-from workflows import calls, run_steps
+from workflows import calls, run_evaluation
 from workflows.messages import (
     CheckpointRef,
     Command,
@@ -189,7 +189,7 @@ async def test_a_stop_after_drain_lifts_a_pause_that_gave_the_nodes_back(world: 
 async def test_a_pause_may_last_longer_than_the_limit_of_a_weight_sync(
     world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_steps, "SYNC_SLACK", timedelta(seconds=1))
+    monkeypatch.setattr(run_evaluation, "SYNC_SLACK", timedelta(seconds=1))
     world.training_open.clear()
     run = await world.start(
         world.spec(pipeline={"steps": 2}, evaluation={"every": 1}, engine={"kind": "scripted", "load_limit_s": 1})
