@@ -18,15 +18,16 @@ The thresholds under [`alarms`](run-file.md) turn a figure into a warning in the
 ## Evaluations
 
 The tasks of `data.held_out` are run by the same agent and reward, never trained on, before the first step, each
-`evaluation.every` steps and after the last, with a sampling of their own ([`evaluation`](run-file.md)). A result belongs to one
-weight version: the proxy gives an evaluation's requests only to engines that serve it. Where another node rolls out too and
-the pipeline lets engines differ (`multiplexed`, `off_policy`), an evaluation runs beside training: an engine on a node that does not
-train keeps the weights until it is over, and no step waits. What that engine gives to training meanwhile counts as old; an
-evaluation that lasts longer than `max_staleness` steps costs such groups. With one node, and in the other pipelines, steps wait
-for it. An evaluation whose engine is taken away, or that takes too long, is missing, never zero.
+`evaluation.every` steps and after the last, with a sampling of their own ([`evaluation`](run-file.md)). A result
+belongs to one weight version: the proxy gives an evaluation's requests only to engines that serve it. Where another
+node rolls out too and the pipeline lets engines differ (`multiplexed`, `off_policy`), an evaluation runs beside
+training: an engine on a node that does not train keeps the weights until it is over, and no step waits. What that
+engine gives to training meanwhile counts as old; an evaluation that lasts longer than `max_staleness` steps costs
+such groups. With one node, and in the other pipelines, steps wait for it. An evaluation whose engine is taken away,
+or that takes too long, is missing, never zero.
 
-pass@k is unbiased: `1 - C(n - c, k) / C(n, k)` for n samples of a task of which c have `evaluation.pass_reward` or more
-(arXiv 2107.03374), a mean over the tasks with k rewards; it is `eval/pass_at_<k>` in trackers.
+pass@k is unbiased: `1 - C(n - c, k) / C(n, k)` for n samples of a task of which c have `evaluation.pass_reward` or
+more (arXiv 2107.03374), a mean over the tasks with k rewards; it is `eval/pass_at_<k>` in trackers.
 
 This page is made by `python -m cli.metrics`.
 """
