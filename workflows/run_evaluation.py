@@ -93,7 +93,7 @@ class Evaluations(Leases):
             if named:
                 await self.wait(f"the evaluation of version {version}", lambda: handle.done() or self.cut_short())
             else:
-                await workflow.wait_condition(lambda: handle.done() or self.cut_short() or not self._is_spared(version))
+                await self._keep_spared(handle, version)
             if handle.done():
                 self.state.evaluations = (*self.state.evaluations, await handle)
                 return
@@ -105,6 +105,19 @@ class Evaluations(Leases):
             raise
         except ChildWorkflowError as error:  # a missing evaluation must not cost the run
             self.state.last_failure = f"evaluation of version {version}: {calls.reason_of(error)}"
+
+    async def _keep_spared(self, handle: ChildWorkflowHandle[Any, EvaluationOutcome], version: int) -> None:
+        """Wait for an evaluation; an engine that leaves is replaced while there are no newer weights."""
+        while True:
+            await workflow.wait_condition(lambda: handle.done() or self.cut_short() or not self._is_spared(version))
+            self.state.spared = ""
+            await workflow.wait_condition(
+                lambda: handle.done() or self.cut_short() or self.version() != version or self._spare() is not None
+            )
+            spare = self._spare()
+            if handle.done() or self.cut_short() or self.version() != version or spare is None:
+                return
+            self.state.spared, self.dirty = spare.lease, True
 
     async def _start_evaluation(self, version: int) -> ChildWorkflowHandle[Any, EvaluationOutcome]:
         return await workflow.start_child_workflow(

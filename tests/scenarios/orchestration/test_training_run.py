@@ -192,7 +192,11 @@ async def test_a_pause_may_last_longer_than_the_limit_of_a_weight_sync(
     monkeypatch.setattr(run_evaluation, "SYNC_SLACK", timedelta(seconds=1))
     world.training_open.clear()
     run = await world.start(
-        world.spec(pipeline={"steps": 2}, evaluation={"every": 1}, engine={"kind": "scripted", "load_limit_s": 1})
+        world.spec(
+            pipeline={"name": "colocated", "steps": 2},
+            evaluation={"every": 1},
+            engine={"kind": "scripted", "load_limit_s": 1},
+        )
     )
     await world.until("train 0.0 on m0")
     await run.execute_update(TrainingRun.pause, Pause(give_back=True))

@@ -12,7 +12,7 @@ from fake_world import FakeWorld, eventually
 from temporalio.client import WorkflowFailureError
 
 from storage.errors import EngineRejected, IntegrityError
-from workflows import calls, engine_lease, run_steps
+from workflows import calls, engine_lease, run_evaluation
 from workflows.messages import EngineTask, NodeSeen, PreemptNode
 from workflows.spec import RunSpec
 
@@ -112,7 +112,7 @@ async def test_a_load_that_failed_is_tried_again_and_its_reason_is_shown(
 async def test_weights_that_no_engine_can_load_fail_the_run_with_the_reason(
     world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_steps, "SYNC_SLACK", timedelta(seconds=1))
+    monkeypatch.setattr(run_evaluation, "SYNC_SLACK", timedelta(seconds=1))
 
     async def corrupt(task: EngineTask) -> None:
         raise IntegrityError("model.safetensors is corrupt")
