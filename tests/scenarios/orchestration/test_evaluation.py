@@ -20,7 +20,7 @@ async def test_steps_go_on_while_an_engine_keeps_the_weights_that_are_judged(wor
     assert world.position("evaluated 1") < world.position("load 3 on b")
 
 
-async def test_an_evaluation_whose_engine_is_taken_away_is_missing_and_costs_no_step(world: FakeWorld) -> None:
+async def test_an_evaluation_is_missing_once_no_engine_can_have_its_weights_any_more(world: FakeWorld) -> None:
     run = await world.start(world.spec(pipeline={"steps": 2}, evaluation={"every": 1}))
     await world.until("evaluated 0")
     world.evaluations_open.clear()
@@ -29,8 +29,9 @@ async def test_an_evaluation_whose_engine_is_taken_away_is_missing_and_costs_no_
     await eventually(lambda: any(line.startswith("evaluate 1") for line in world.log), "the evaluation of version 1")
     await world.pool().execute_update("preempt", PreemptNode(node="b", reason="I need it", hold=True))
     await world.until("park engine b")
-    world.evaluations_open.set()
     world.claims_open.set()
+    await world.until("park stream eval/1")
+    world.evaluations_open.set()
     result = await run.result()
     status = await world.status()
     assert [e.version for e in status.evaluations] == [0, 2]
