@@ -15,6 +15,9 @@ from workers.engines.http_stream import GATHER_S as GATHER_S
 from workers.engines.http_stream import StreamBroken, StreamClient
 from workers.engines.stream import SseDecoder, joined
 
+IDLE_S = 2.0
+"""How long a connection of a control call is used again: servers close theirs after 5 s, and a call that meets that
+fails, since only those that change nothing are repeated."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -32,7 +35,8 @@ class SharedSession:
         entry = self._sessions.get(loop)
         if entry is None:
             session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+                timeout=aiohttp.ClientTimeout(total=None),
             )
             entry = self._sessions[loop] = (session, set())
         entry[1].add(id(self))

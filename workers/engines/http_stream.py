@@ -21,8 +21,8 @@ WHOLE_GAP_S: Final = 0.1
 """Data of an answer that nobody reads before its end is handed over after so long, the first too."""
 _REFUSAL = 64 * 2**10
 """What is read of an answer that says why not."""
-_IDLE_S = 15.0
-"""A connection without a request is kept so long."""
+_IDLE_S = 2.0
+"""A connection without a request is kept so long: less than the 5 s after which servers close it."""
 _DRAIN_S = 1.0
 """The end of an answer that has said all has so long to come, or its connection is given up."""
 _TICK_S = 0.001  # the resolution of an event loop's clock

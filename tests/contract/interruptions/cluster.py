@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from proxy.client import ControlClient, RouteState
-from storage.errors import DeadlineError, EngineError, EngineRejected
+from storage.errors import DeadlineError, EngineError
 from storage.ports import free_port
 from storage.weights import WeightsStore
 from tests.contract.interruptions.model import CONTEXT
@@ -35,6 +35,8 @@ from workflows.spec import RunSpec
 RUN = "proof"
 NODES = ("node-a", "node-b")
 PROXY_START_S = 60.0
+LOAD_TRIES = 3
+"""As a lease tells a node to load."""
 
 
 def run_spec(kind: str, model: Path) -> RunSpec:
@@ -176,13 +178,16 @@ class Node:
             if not self.up:
                 return
             await self._route("held")
-            try:
-                await self._load(mode)
-            except EngineRejected:
-                raise
-            except EngineError:  # it died under the update: the watch starts it again
-                self.up = False
-                return
+            for left in reversed(range(LOAD_TRIES)):
+                try:
+                    await self._load(mode)
+                    break
+                except EngineError:
+                    if self._host.resident() is None:  # it died under the update: the watch starts it again
+                        self.up = False
+                        return
+                    if not left:
+                        raise
             await self._route("open")
 
     async def preempt(self) -> None:
