@@ -16,7 +16,7 @@ from temporalio.client import (
 )
 
 from storage.errors import GangLost
-from workflows import calls, run_evaluation
+from workflows import calls, run_commands, run_evaluation
 from workflows.messages import (
     CheckpointRef,
     Command,
@@ -286,6 +286,21 @@ async def test_checkpoint_now_answers_with_the_checkpoint_of_the_update_in_work(
     checkpoint: CheckpointRef = await asked
     assert (checkpoint.step, checkpoint.path) == (0, "/c0")
     await run.result()
+
+
+async def test_checkpoint_now_says_what_it_waited_for_when_an_update_takes_too_long(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_commands, "CHECKPOINT_SLACK", timedelta(seconds=0))
+    world.training_open.clear()
+    run = await world.start(world.spec(trainer={"step_time_limit_s": 0.5}))
+    await world.until("train 0.0 on m0")
+    with pytest.raises(WorkflowUpdateFailedError) as refused:
+        await run.execute_update(TrainingRun.checkpoint_now, Command(actor="ann"))
+    assert "made no checkpoint within" in str(refused.value.cause)
+    assert "it waits for step 0" in str(refused.value.cause)
+    world.training_open.set()
+    assert (await run.result()).steps == 1
 
 
 async def test_values_can_be_changed_while_a_run_lives_and_bad_ones_are_refused(world: FakeWorld) -> None:
