@@ -71,6 +71,7 @@ class RlStep:
         self.lost = ""
         self.queue_notice = ""
         self.granted_at: datetime | None = None
+        self.requested_at: datetime | None = None
         self.requested = ""
         self.head_start = HeadStart(task)
 
@@ -137,7 +138,7 @@ class RlStep:
         taken = claim.switch if claim is not None and self.granted_at is not None else None
         facts = {"taken": taken, "claimed_at": claimed.timestamp() if claim is not None else None}
         if self.granted_at is not None:
-            facts["release_s"] = (self.granted_at - claimed).total_seconds()
+            facts["release_s"] = (self.granted_at - (self.requested_at or claimed)).total_seconds()
             facts["load_s"] = (acquired - self.granted_at).total_seconds()
         result = StepResult.model_validate({"outcome": "gang_lost", "step": task.step, "reason": self.lost, **facts})
         if outcomes is None:
@@ -267,7 +268,7 @@ class RlStep:
         )
         if not await calls.tell(self.task.pool, "request", request):
             raise ApplicationError(f"{self.task.pool} does not run: start the node agents first", non_retryable=True)
-        self.requested = request.request_id
+        self.requested, self.requested_at = request.request_id, workflow.now()
 
     async def _train(self, lease: LeaseEvent) -> list[TrainOutcome] | None:
         """Send the batch to every member; None if the gang was lost (``self.lost`` says why)."""
