@@ -379,6 +379,8 @@ class RlStep:
 
     def _show(self) -> None:
         """Renew the page that the UI shows; it is no part of history."""
+        if not workflow.in_workflow():  # a worker that stops collects its workflows; their waits end outside of any
+            return
         namespace = workflow.info().namespace
         lines = [f"### {self.task.spec.run}, step {self.task.step}: {self.phase}", ""]
         if self.waiting_for:

@@ -112,6 +112,8 @@ class RunBase:
 
     def show(self) -> None:
         """Renew the page that the UI shows; it is asked for like a query and is no part of history."""
+        if not workflow.in_workflow():  # a worker that stops collects its workflows; their waits end outside of any
+            return
         view = RunView(self.spec, self.state, self.waiting(), self.step_running, workflow.info().namespace)
         workflow.set_current_details(run_page(view))
 
