@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_line, fit_token_s, lines_of
 from storage import shards
@@ -41,7 +41,8 @@ def export(state: StateFolder, run: str) -> Trace:
     sessions = [timed for key in keys for timed in _timed(shards.decode(store.get(key)), elapsed)]
     if len(steps) < 2 or not sessions:
         raise ConfigError(f"run {run} has {len(steps)} updates and {len(sessions)} sessions: too little to measure")
-    token_s = fit_token_s(sessions)
+    busy_s = sum(i.end - i.start for i in intervals if i.kind == "generate")
+    token_s = fit_token_s(sessions, busy_s, spec.engine.max_running)
     return Trace(measured=_measured(run, spec, steps, intervals, sessions, token_s), lines=lines_of(sessions, token_s))
 
 
@@ -104,7 +105,7 @@ def _measured(
         batch=max(1.0, written * token_s / busy_s),
         train_token_s=slope,
         train_fixed_s=fixed,
-        rollout_to_train_s=fmean(float(step.metrics.get("seconds_acquire", 0.0)) for step in steps),
+        rollout_to_train_s=median(float(step.metrics.get("seconds_acquire", 0.0)) for step in steps),
         train_to_rollout_s=_return_s(intervals),
     )
 

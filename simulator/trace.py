@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -71,7 +73,8 @@ class Measured(BaseModel):
 
     @property
     def model_cost(self) -> ModelCost:
-        return ModelCost.from_config(self.model, self.dtype)
+        """Without attention's part, which grows with the context: it is in the measured seconds of a token."""
+        return replace(ModelCost.from_config(self.model, self.dtype), attention_width=0)
 
     def device(self) -> DeviceProfile:
         """A device that is as fast as the nodes were: all of a step is fixed or per sequence, none of it is bytes."""
@@ -157,13 +160,14 @@ class Timed(BaseModel):
     elapsed_s: float
 
 
-def fit_token_s(sessions: Sequence[Timed]) -> float:
-    """Seconds of a token, by least squares over ``elapsed = token_s * tokens + pause_s * turns``."""
-    rows = np.array([[sum(s.answers), len(s.answers)] for s in sessions], dtype=float)
-    elapsed = np.array([s.elapsed_s for s in sessions])
-    token_s = float(np.linalg.lstsq(rows, elapsed, rcond=None)[0][0])
-    whole = float(elapsed.sum() / rows[:, 0].sum())
-    return token_s if 0 < token_s < whole else whole
+def fit_token_s(sessions: Sequence[Timed], busy_s: float, max_running: int) -> float:
+    """Seconds of a token in its session: what sessions took, as far as engines can have spent it on them.
+
+    The record has no pauses. In ``busy_s`` node-seconds of decoding no more than ``max_running`` sessions can have been
+    in a batch, which bounds the time that was decoding; the rest was tools, waiting and the agent itself.
+    """
+    written = sum(sum(session.answers) for session in sessions)
+    return min(sum(session.elapsed_s for session in sessions), busy_s * max_running) / max(1, written)
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -177,11 +181,13 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def lines_of(sessions: Sequence[Timed], token_s: float) -> tuple[Line, ...]:
-    """Sessions with their pauses: what they took beyond their tokens, in equal parts behind each turn."""
-    lines = []
-    for session in sessions:
-        pause = max(0.0, session.elapsed_s - token_s * sum(session.answers)) / len(session.answers)
-        between = (pause,) * (len(session.answers) - 1)
-        fields = session.model_dump(exclude={"elapsed_s"})
-        lines.append(Line(**fields, tools_s=between, reward_s=pause))
-    return tuple(lines)
+    """Sessions with a pause behind each turn: the median of what they took beyond their tokens.
+
+    One pause for all: what a single session took longer may as well be a hold or a queue, which the simulation has too.
+    """
+    beyond = [max(0.0, s.elapsed_s - token_s * sum(s.answers)) / len(s.answers) for s in sessions]
+    pause = median(beyond) if beyond else 0.0
+    return tuple(
+        Line(**s.model_dump(exclude={"elapsed_s"}), tools_s=(pause,) * (len(s.answers) - 1), reward_s=pause)
+        for s in sessions
+    )
