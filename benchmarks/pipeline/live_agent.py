@@ -6,6 +6,7 @@ The lengths have a long tail, the pauses are an agent's tools, and the reward is
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import random
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 MAX_TOKENS = 480
 """Longest answer; the model's context holds two of them and the questions."""
@@ -46,15 +47,22 @@ def write_tasks(path: Path, tasks: Iterator[LiveTask]) -> None:
     path.write_text("".join(json.dumps(asdict(task)) + "\n" for task in tasks))
 
 
+@functools.cache
+def connections() -> DefaultAsyncHttpxClient:
+    """Shared by the sessions of a process: to make them costs more of a core than a session's tokens."""
+    return DefaultAsyncHttpxClient(timeout=600)
+
+
 async def run(task: dict[str, Any], llm: Any) -> str:
     """Ask, wait as a tool would make one wait, and ask again."""
     messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
-    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0, timeout=600) as client:
-        for tokens, pause_s in zip(task["tokens"], task["pauses_s"], strict=True):
-            answer = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=tokens)
-            await asyncio.sleep(pause_s)
-            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-            messages.append({"role": "user", "content": "go on"})
+    http = connections()
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0, timeout=600, http_client=http)
+    for tokens, pause_s in zip(task["tokens"], task["pauses_s"], strict=True):
+        answer = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=tokens)
+        await asyncio.sleep(pause_s)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        messages.append({"role": "user", "content": "go on"})
     return str(messages[-2]["content"])
 
 
