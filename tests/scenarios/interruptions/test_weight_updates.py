@@ -51,7 +51,9 @@ async def ask_often(bench, times, *, stream=False):
 
 @pytest.mark.parametrize(("stream", "cuts"), [(False, range(201)), (True, range(0, 201, 4))], ids=["whole", "stream"])
 async def test_a_generation_cut_at_any_token_boundary_goes_on_under_the_next_weights(start_bench, until, stream, cuts):
-    bench = await start_bench(scripted={"respond": first_cuts(cuts)}, agent={"max_turns": 201})
+    # The one that is cut in front of its first token waits until all 201 stand at their cuts.
+    patient = {"hold_limit_s": 120.0}
+    bench = await start_bench(scripted={"respond": first_cuts(cuts)}, agent={"max_turns": 201}, pipeline=patient)
     asking = asyncio.create_task(ask_often(bench, len(cuts), stream=stream))
     await until(
         lambda: sum(len(o.ids) for o in bench.engine.outputs.values()) == sum(cuts), "all stand at their cuts", 60
