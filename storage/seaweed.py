@@ -26,14 +26,13 @@ import psutil
 from storage.errors import ConfigError, DeadlineError, SeamlessFlowError, StorageError
 from storage.objects import ObjectStore
 from storage.ports import free_ports, is_free
+from storage.processes import started_at
 from workers.cluster import StateFolder
 
 HOST = "127.0.0.1"
 _ADMIN_APART = 10_000
 READY_S = 60.0
 STOP_S = 15.0
-SAME_START_S = 2.0
-"""Two readings of one process's start time may differ by the clock's adjustment, never by this much."""
 _FSYNC = "fs.configure -locationPrefix=/buckets/ -fsync=true -apply\n"
 
 
@@ -158,8 +157,8 @@ class Weed:
                 stdout=output,
                 stderr=subprocess.STDOUT if log else None,
             )
-        born = psutil.Process(self.process.pid).create_time()
-        self._pid_file.write_text(json.dumps({"pid": self.process.pid, "born": born}))
+        known = {"pid": self.process.pid, "born": started_at(self.process.pid)}
+        self._pid_file.write_text(json.dumps(known))
 
     @property
     def endpoint(self) -> str:
@@ -268,8 +267,8 @@ def _stop_orphan(pid_file: Path) -> None:
         return
     known = json.loads(pid_file.read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(known["pid"])
-        if abs(process.create_time() - known["born"]) < SAME_START_S:
+        if started_at(known["pid"]) == known["born"]:
+            process = psutil.Process(known["pid"])
             process.terminate()
             try:
                 process.wait(STOP_S)

@@ -19,12 +19,11 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from storage.errors import FencedError
+from storage.processes import started_at
 from workers.cluster import write_whole
 from workflows.messages import WeightsRef
 
 POLL_S = 0.05
-START_TOLERANCE_S = 2.0
-"""Two readings of one process's start time may differ by the clock's adjustment, never by this much."""
 TERM_LIMIT_S = 5.0
 
 
@@ -35,20 +34,19 @@ class ProcessRef(BaseModel):
 
     pid: int
     start_time: float
-    """Seconds since the epoch, as psutil gives it."""
+    """As :func:`storage.processes.started_at` gives it."""
 
     @classmethod
     def of(cls, pid: int) -> Self:
         """Raises psutil.NoSuchProcess if it is gone already."""
-        return cls(pid=pid, start_time=psutil.Process(pid).create_time())
+        return cls(pid=pid, start_time=started_at(pid))
 
     def alive(self) -> bool:
         """Whether this very process runs; a zombie of ours is reaped and counts as dead."""
         try:
-            process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.start_time) > START_TOLERANCE_S:
+            if started_at(self.pid) != self.start_time:
                 return False
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE:
                 return True
         except psutil.NoSuchProcess:
             return False

@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-import psutil
 from aiohttp import web
 
+from storage.processes import started_at
 from storage.weights import WeightsStore
 from workers.cluster import StateFolder
 from workers.trainer.launch import Launch, Residency
@@ -110,7 +110,7 @@ async def main() -> None:
     assert launch.residency is not None
     Residency(
         pid=os.getpid(),
-        start_time=psutil.Process().create_time(),
+        start_time=started_at(os.getpid()),
         host="127.0.0.1",
         port=runner.addresses[0][1],
         token=launch.token,

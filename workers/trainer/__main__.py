@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 from aiohttp import web
 
 from storage.errors import ConfigError
+from storage.processes import started_at
 from workers.cluster import StateFolder
 from workers.trainer.launch import Launch, Residency
 from workers.trainer.server import ControlServer
@@ -71,7 +71,7 @@ async def _serve(launch: Launch, path: Path) -> None:
 def _residency(launch: Launch, path: Path, port: int) -> Residency:
     return Residency(
         pid=os.getpid(),
-        start_time=psutil.Process().create_time(),
+        start_time=started_at(os.getpid()),
         host=launch.control_host,
         port=port,
         token=launch.token,

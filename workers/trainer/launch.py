@@ -84,7 +84,7 @@ class Residency(BaseModel):
 
     pid: int
     start_time: float
-    """``psutil.Process(pid).create_time()``: tells a process from a later one with the same pid."""
+    """As :func:`storage.processes.started_at` gives it: tells a process from a later one with the same pid."""
     host: str
     port: int
     token: str = Field(repr=False)

@@ -71,3 +71,15 @@ async def test_a_group_whose_number_is_a_living_stranger_is_left_alone(
     await ProcessRef(pid=leader.pid, start_time=1.0).end()
     assert runs(leader.pid)
     assert runs(worker)
+
+
+def test_a_process_stays_the_same_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ProcessRef.of(os.getpid())
+    # What psutil says is reckoned back from now: it changes with the clock, and while a virtual machine sleeps.
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1e9)
+    assert known.alive()
+
+
+def test_a_later_process_with_the_same_pid_is_another_one() -> None:
+    known = ProcessRef.of(os.getpid())
+    assert not known.model_copy(update={"start_time": known.start_time - 0.01}).alive()
