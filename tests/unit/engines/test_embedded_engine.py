@@ -221,11 +221,9 @@ async def test_thirty_two_requests_run_together_and_more_wait_their_turn(make_mo
     async with serving(make_model("qwen3"), max_running=16) as engine:
         requests = [request(f"r{i}", prompt(2 + i % 11, i), tokens=1 + i % 13, ignore_eos=True) for i in range(32)]
         answers = await asyncio.gather(*(ask(engine, what) for what in requests))
-        assert engine.loads()["loads"][0] | {"num_used_tokens": 0} == {
-            "num_running_reqs": 0,
-            "num_waiting_reqs": 0,
-            "num_used_tokens": 0,
-        }
+        loads = engine.loads()["loads"][0]
+    assert (loads["num_running_reqs"], loads["num_waiting_reqs"], loads["num_running_tokens"]) == (0, 0, 0)
+    assert loads["num_generated_tokens"] == sum(1 + i % 13 for i in range(32))
     assert [len(answer.ids) for answer in answers] == [1 + i % 13 for i in range(32)]
     assert {answer.finish for answer in answers} == {"length"}
 

@@ -113,7 +113,7 @@ async def test_a_stalled_request_goes_on_when_released() -> None:
         stream = engine.generate(PROMPT, Sampling(max_new_tokens=9), request_id=RID, salt="")
         assert (await anext(stream)).ids == (7,)
         await scripted.release(RID)
-        assert [chunk.ids async for chunk in stream] == [(8,), (9,)]
+        assert [token async for chunk in stream for token in chunk.ids] == [8, 9]
 
 
 async def test_abort_matches_request_ids_by_prefix_as_sglang_does() -> None:
