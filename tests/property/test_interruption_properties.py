@@ -117,7 +117,9 @@ class Engine:
                 self._seeds |= {segment_seed(first, number): (turn, choice) for number in range(_SEGMENTS)}
         return self._seeds[seed]
 
-    async def acquire(self, run: str, affinity: str | None, deadline: float, what: str) -> RouteUse:
+    async def acquire(
+        self, run: str, affinity: str | None, deadline: float, what: str, *, version: int | None = None
+    ) -> RouteUse:
         """As a table with one route that is always open."""
         assert deadline > time.monotonic()
         route = Route("lease", run, "node", "http://engine", "scripted", 1, 0, "open")

@@ -99,7 +99,9 @@ class Routes:
     def __init__(self, engine: CuttingEngine) -> None:
         self._engine = engine
 
-    async def acquire(self, run: str, affinity: str | None, deadline: float, what: str) -> RouteUse:
+    async def acquire(
+        self, run: str, affinity: str | None, deadline: float, what: str, *, version: int | None = None
+    ) -> RouteUse:
         assert deadline > time.monotonic()
         route = Route("lease", run, "node", "http://engine", "scripted", 1, 0, "open")
         return RouteUse(run, route, self._engine, None)  # type: ignore[arg-type]
