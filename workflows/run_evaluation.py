@@ -137,11 +137,15 @@ class Evaluations(Leases):
         """An engine that can stay at the newest weights: others roll out beside it, and its node does not train."""
         policy = self.policy()
         others = len(pipeline.rollout_nodes(self.spec, policy.trainers)) > 1
-        idle = [e for e in self.serving() if e.node not in self.train_nodes()]
+        idle = [e for e in self.serving() if e.node not in self.train_nodes() and self._can_have(e, self.version())]
         if policy.waits_for_sync or not others or not idle:
             return None
         return min(idle, key=lambda engine: engine.lease)
 
     def _is_spared(self, version: int) -> bool:
         known = self.state.engines.get(self.state.spared)
-        return known is not None and (known.version or 0) <= version
+        return known is not None and self._can_have(known, version)
+
+    def _can_have(self, engine: EngineView, version: int) -> bool:
+        """Whether an engine has these weights or is on its way to them; it never goes back to older ones."""
+        return (engine.version or 0) <= version
