@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections import defaultdict
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,10 @@ async def test_history_shows_the_shared_node_roll_out_train_and_roll_out_while_t
                     node = scheduled.task_queue.name.removeprefix("sf-node-")
                     roles[node].append((event.event_time.ToDatetime(), scheduled.activity_type.name))
     shared = [role for _, role in sorted(roles["node-a"])]
-    assert shared == ["engine_supervise", *["trainer_supervise", "engine_supervise"] * 3]
+    # It goes back to rollout after each of the three updates, unless the change would not have paid.
+    changes = [role for role, _ in groupby(shared)]
+    assert shared == changes, "each lease is of the other role"
+    assert changes in [["engine_supervise", *["trainer_supervise", "engine_supervise"] * times] for times in (1, 2, 3)]
     assert [role for _, role in sorted(roles["node-b"])] == ["engine_supervise"]
 
 
