@@ -17,11 +17,10 @@ from activities.claiming import ClaimWait
 from activities.layers import policy_for, policy_view
 from activities.parts import next_part
 from proxy.client import ControlClient
-from storage.books.records import EvalResult
 from storage.errors import ConfigError, NotFoundError
-from storage.ledger import TRAIN, Checkpoint, Ledger, RewoundStep
+from storage.ledger import TRAIN, Checkpoint, Ledger, RewoundStep, evaluated_version
 from storage.manifests import Manifest, write_manifest
-from storage.metrics import pass_at
+from storage.metrics import passes
 from storage.objects import ObjectStore
 from storage.weights import WeightsStore, folder_digest
 from workers.agents.data import data_end
@@ -50,7 +49,7 @@ from workflows.messages import (
     RunStart,
     WeightsRef,
 )
-from workflows.spec import EvaluationSpec, RunSpec
+from workflows.spec import RunSpec
 
 POLL_S = 0.1
 
@@ -239,13 +238,13 @@ class LedgerActivities:
             mean=result.mean,
             samples=result.n,
             failed=result.failed,
-            pass_at=passes(result, spec.evaluation),
+            pass_at=passes(spec.evaluation.pass_at, result.rewards, spec.evaluation.pass_reward),
         )
 
     def _evaluations(self, spec: RunSpec) -> tuple[EvaluationOutcome, ...]:
         """Those an earlier execution of the run has ended, by version."""
-        names = (stream.split("/") for stream in self._ledger.streams(spec.run) if stream != TRAIN)
-        found = (self._outcome(spec, version) for version in sorted(int(name[1]) for name in names))
+        versions = (evaluated_version(stream) for stream in self._ledger.streams(spec.run))
+        found = (self._outcome(spec, version) for version in sorted(v for v in versions if v is not None))
         return tuple(outcome for outcome in found if outcome is not None)
 
     async def _checkpoint(self, run: str) -> CheckpointRef:
@@ -323,12 +322,6 @@ class LedgerActivities:
 def _initial_digest(model: str) -> str:
     """Digest of the initial model; a model directory does not change while a control worker lives."""
     return folder_digest(Path(model))
-
-
-def passes(result: EvalResult, evaluation: EvaluationSpec) -> dict[int, float]:
-    """pass@k of an evaluation for each k that the run file asks for, and that has an estimate."""
-    found = {k: pass_at(k, result.rewards, evaluation.pass_reward) for k in evaluation.pass_at}
-    return {k: chance for k, chance in found.items() if chance is not None}
 
 
 def _checkpoint_ref(found: Checkpoint) -> CheckpointRef:

@@ -42,6 +42,12 @@ def pass_at(k: int, rewards: Iterable[Sequence[float]], passes: float) -> float 
     return math.fsum(chances) / len(chances) if chances else None
 
 
+def passes(ks: Iterable[int], rewards: Sequence[Sequence[float]], passing: float) -> dict[int, float]:
+    """:func:`pass_at` for each k that has an estimate."""
+    found = {k: pass_at(k, rewards, passing) for k in ks}
+    return {k: chance for k, chance in found.items() if chance is not None}
+
+
 def seconds(intervals: Sequence[Interval], kind: str, node: str | None = None) -> float:
     """Seconds in which ``node`` (None: any node) was busy with ``kind``."""
     merged = merge((i.start, i.end) for i in intervals if i.kind == kind and node in (None, i.node))

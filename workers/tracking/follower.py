@@ -18,8 +18,8 @@ from typing import IO, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from storage.books.records import EvalResult, RunInfo, StepRecord
-from storage.ledger import TRAIN
-from storage.metrics import pass_at
+from storage.ledger import evaluated_version
+from storage.metrics import passes
 from workers.cluster import write_whole
 from workers.tracking.trackers import Figures, Tracker, TrackerKind, trackers_of
 from workflows.spec import RunSpec
@@ -176,21 +176,19 @@ class _Told:
         for step in sorted(steps, key=lambda step: step.recorded):
             position = position.model_copy(update={"recorded": step.recorded})
             yield Entry(_of_step(step), step.step, step.recorded, position)
-        for stream in sorted({*books.streams(self._run)} - {TRAIN} - position.evaluations):
-            result = books.evaluation(self._run, stream)
-            if result is not None:
+        for stream in sorted({*books.streams(self._run)} - position.evaluations):
+            version = evaluated_version(stream)
+            result = None if version is None else books.evaluation(self._run, stream)
+            if version is not None and result is not None:
                 position = position.model_copy(update={"evaluations": position.evaluations | {stream}})
-                yield Entry(self._of_evaluation(result), int(stream.removeprefix("eval/")), time.time(), position)
+                yield Entry(self._of_evaluation(result), version, time.time(), position)
 
     def _of_evaluation(self, result: EvalResult) -> Figures:
         figures = {"eval/samples": float(result.n), "eval/failed": float(result.failed)}
         if result.mean is not None:
             figures["eval/reward_mean"] = result.mean
-        for k in self._evaluation.pass_at:
-            chance = pass_at(k, result.rewards, self._evaluation.pass_reward)
-            if chance is not None:
-                figures[f"eval/pass_at_{k}"] = chance
-        return figures
+        chances = passes(self._evaluation.pass_at, result.rewards, self._evaluation.pass_reward)
+        return figures | {f"eval/pass_at_{k}": chance for k, chance in chances.items()}
 
 
 def _of_step(step: StepRecord) -> Figures:

@@ -24,6 +24,7 @@ SPEC = RunSpec.model_validate(
         "data": {"path": "/d", "held_out": "/h"},
         "reward": {"target": "m:f"},
         "nodes": [{"id": "n0", "tags": ["rollout", "train"]}],
+        "evaluation": {"pass_at": [1], "pass_reward": 0.5},
     }
 )
 
@@ -130,7 +131,7 @@ def test_an_evaluation_is_told_with_its_weight_version_once_all_its_samples_ende
     trackers.look()
     trackers.look()
     assert shown.steps == [
-        (3, {"eval/reward_mean": 0.5, "eval/samples": 1.0, "eval/failed": 0.0}),
+        (3, {"eval/reward_mean": 0.5, "eval/samples": 1.0, "eval/failed": 0.0, "eval/pass_at_1": 1.0}),
         (4, {"eval/samples": 0.0, "eval/failed": 1.0}),  # no reward is no mean of 0
     ]
 
