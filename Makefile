@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 LOCKS := requirements/torch.lock requirements/dev.lock
 CLIENTS := $(patsubst requirements/clients/%.in,.clients/%/.ready,$(wildcard requirements/clients/*.in))
 
-.PHONY: setup engine-sglang engine-vllm contract-engines prove-interruptions clients demo demo-tiny test lint format bench-proxy-env bench-proxy bench-tree bench-sync bench-pipeline compare-algorithms lock clean
+.PHONY: setup engine-sglang engine-vllm contract-engines prove-interruptions clients demo demo-tiny test lint format bench-proxy-env bench-proxy bench-tree bench-sync bench-pipeline bench-learning compare-algorithms lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-sync  measure what a weight update costs the agents, on every engine that is built (5 minutes)"
 	@echo "make compare-algorithms  compare advantages and losses with TRL's and verl's (2 minutes, 400 MB the first time)"
 	@echo "make bench-tree  measure training of trees against training row by row (4 minutes)"
+	@echo "make bench-learning  prove that it learns, on and off policy, with two models (40 minutes on two idle cores)"
 	@echo "make contract-engines  run the contract suite on every engine that is built (15 minutes with both servers)"
 	@echo "make prove-interruptions  interrupt agents' generations on every engine that is built (30 minutes)"
 	@echo "make lock       write the lock files anew"
@@ -105,6 +106,10 @@ compare-algorithms: $(READY)
 
 bench-tree: $(READY)
 	@$(BIN)/python -m benchmarks.tree
+
+# Fourteen whole runs; cut, the same command goes on.
+bench-learning: $(READY)
+	@$(BIN)/python -m benchmarks.learning --state $(STATE)/bench-learning
 
 # pip-tools is no part of the environment; LOCK_TOOL names its pip-compile.
 lock:

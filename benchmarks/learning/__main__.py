@@ -79,7 +79,7 @@ def main() -> None:
     try:
         cells = plan(given.task or tuple(TASKS), given.setting or tuple(SETTINGS), given.seeds)
         if given.anew:
-            stack.down(StateFolder(state / "cluster"))
+            stack.down(StateFolder(state))
             shutil.rmtree(state, ignore_errors=True)
         rows = bench(state, cells)
     except SeamlessFlowError as error:

@@ -48,7 +48,7 @@ def run_all(state: Path, cells: Sequence[Cell], keep: Callable[[Row], None], say
     Raises :class:`SeamlessFlowError` if one fails.
     """
     make_models(sorted({cell.task for cell in cells}), state / "models", say)
-    cluster = StateFolder(state / "cluster")
+    cluster = StateFolder(state)
     stack.up(cluster, NODES, say=say)
     try:
         asyncio.run(_metered(cluster, Bench(state / "models", cells, keep, say)))
@@ -100,10 +100,11 @@ async def _one(runs: Runs, state: StateFolder, cell: Cell, spec: RunSpec) -> Row
     result = await runs.result(spec.run)
     if not result.balanced or result.steps != spec.pipeline.steps:
         raise SeamlessFlowError(f"run {spec.run} made {result.steps} steps, books balanced: {result.balanced}")
-    return await asyncio.to_thread(_row, state, cell, result.steps, wall_s)
+    return await asyncio.to_thread(read_row, state, cell, result.steps, wall_s)
 
 
-def _row(state: StateFolder, cell: Cell, steps: int, wall_s: float) -> Row:
+def read_row(state: StateFolder, cell: Cell, steps: int, wall_s: float) -> Row:
+    """What the ledger says of a run that has ended after so many steps."""
     ledger = Ledger(state.cluster().ledger_url)
     try:
         return Row(

@@ -15,8 +15,9 @@ from jobs import Job
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 
+from benchmarks.learning.curves import group_rewards, staleness
 from cli.metrics import OF_THE_BATCH
-from storage.ledger import Ledger
+from storage.ledger import TRAIN, Ledger
 from storage.objects import ObjectStore
 from storage.shards import Shard, decode
 from workers.trainer.messages import UpdateMetrics
@@ -73,6 +74,21 @@ def test_the_books_balance_and_nothing_is_pending_at_the_end(finished: Finished)
     assert books.produced == books.trained + sum(books.filtered.values()) + sum(books.failed.values())
     # Groups with equal rewards train nothing; the others of three steps of four groups of four samples are trained.
     assert books.trained + books.filtered.get("zero_variance", 0) >= 3 * 16
+
+
+def test_the_learning_proof_finds_a_runs_curve_and_its_staleness_in_the_books(finished: Finished) -> None:
+    job, line = finished
+    ledger = Ledger(job.state.cluster().ledger_url)
+    try:
+        rewards = group_rewards(ledger.samples(job.run, TRAIN), line["steps"])
+        ages = staleness(ledger.steps(job.run))
+        trained = ledger.books(job.run).trained
+    finally:
+        ledger.close()
+    assert 4 * sum(len(groups) for groups in rewards) >= trained  # a group may lack a sample that failed
+    assert all(0 < mean < 1 for groups in rewards for mean in groups)  # equal rewards are not trained
+    assert ages[0] == 0
+    assert max(ages) <= 2
 
 
 def test_engine_and_trainer_agree_on_tokens_of_the_same_weights_in_every_step(finished: Finished) -> None:
