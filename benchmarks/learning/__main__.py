@@ -82,8 +82,8 @@ def main() -> None:
             stack.down(StateFolder(state))
             shutil.rmtree(state, ignore_errors=True)
         rows = bench(state, cells)
-    except SeamlessFlowError as error:
-        raise SystemExit(f"{error}\nthe same command goes on with what is missing") from error
+    except (SeamlessFlowError, KeyboardInterrupt) as error:
+        raise SystemExit(f"{str(error) or 'interrupted'}: the same command goes on with what is missing") from error
     report.draw(rows, state / "learning.png")
     print(report.table(rows))
     print("\n".join(["", *report.verdicts(rows), f"curves: {state / 'learning.png'}", ""]))

@@ -55,8 +55,8 @@ TASKS = {
         last=6,
         lanes=LANES,
         sections={
-            "algorithm": {"group_size": 8, "groups_per_step": 4, "drop_zero_variance": False},
-            "trainer": {"learning_rate": 5e-4},
+            "algorithm": {"group_size": 4, "groups_per_step": 8, "drop_zero_variance": False},
+            "trainer": {"learning_rate": 3e-4},
             "pipeline": {"steps": 30, "target_in_flight": 32},
         },
         ppo={"critic_learning_rate": 1e-3},
