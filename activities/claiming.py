@@ -14,6 +14,7 @@ from activities.layers import policy_for, selection_for
 from storage.ledger import TRAIN, BatchClaim, Failure, Flow, Ledger, State, WaitingGroup
 from workflows.messages import ClaimInput
 from workflows.scheduling.decision import Decision
+from workflows.scheduling.selection import preferring
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_taking, seconds_to_next_batch, worth_switching
 from workflows.scheduling.triggers import UPDATE, RolloutFacts
 
@@ -51,7 +52,7 @@ class ClaimWait:
         self._ledger = ledger
         self._task = task
         self._policy = policy_for(task.spec)
-        self._select = selection_for(task.spec)
+        self._select = preferring(task.prefer, selection_for(task.spec))
         self._oldest = self._policy.min_version(task.step)
         self._since = since
         self._data_end = data_end

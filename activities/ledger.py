@@ -145,7 +145,8 @@ class LedgerActivities:
     async def claim_batch(self, task: ClaimInput) -> ClaimResult:
         """Wait until enough groups are complete (or the time limit), claim them and write the manifest."""
         end = await asyncio.to_thread(data_end, task.spec)
-        waiter = ClaimWait(self._ledger, task, activity.info().scheduled_time.timestamp(), end)
+        since = activity.info().scheduled_time.timestamp() if task.since is None else task.since
+        waiter = ClaimWait(self._ledger, task, since, end)
         found = await beating(waiter.wait())
         claim = found.batch
         manifest = Manifest.of(claim, task.spec.sampling.temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from activities.layers import policy_for
+from activities.layers import policy_for, selection_for
 from storage.ledger import Ledger, WaitingGroup
 from storage.manifests import Manifest, manifest_groups
 from workflows.messages import PartInput
@@ -27,10 +27,12 @@ def _look(ledger: Ledger, task: PartInput) -> Manifest | None:
     spec, rule = task.spec, policy_for(task.spec)
     oldest = rule.min_version(task.step)
     waiting = [g for g in ledger.waiting_groups(spec.run) if g.ordinal not in task.done and g.start_version >= oldest]
-    useful = [g.ordinal for g in waiting if not (spec.algorithm.drops_zero_variance and _teaches_nothing(g))]
-    if len(useful) < -(-rule.groups_per_step // PARTS):
+    useful = [g for g in waiting if not (spec.algorithm.drops_zero_variance and _teaches_nothing(g))]
+    if len(useful) < (task.least or -(-rule.groups_per_step // PARTS)):
         return None
-    refs = ledger.waiting_refs(spec.run, useful)
+    room = max(0, rule.groups_per_step - len(task.done))
+    chosen = selection_for(spec)(useful, min(room, len(useful)))
+    refs = ledger.waiting_refs(spec.run, chosen)
     if not refs:
         return None
     return Manifest(spec.run, task.lineage, task.step, manifest_groups(refs), spec.sampling.temperature)

@@ -53,7 +53,9 @@ class Costs(_Part):
     train_to_rollout_s: float = Field(default=6.3, ge=0)
     """End of an update until the engine serves the new weights (PEARL, table 3)."""
     sync_s: float = Field(default=5.5, ge=0)
-    """How long an engine stands still to take new weights (RollArt, table 3; 400 Gb RDMA)."""
+    """Publication of weights until an engine serves them (RollArt, table 3; 400 Gb RDMA)."""
+    stall_s: float | None = Field(default=None, ge=0)
+    """The part of it in which the engine stands still; before, it decodes while they are brought. None: all of it."""
     commit_s: float = Field(default=0.0, ge=0)
     """End of an update until its weights are published."""
     claim_s: float = Field(default=0.0, ge=0)
@@ -66,6 +68,11 @@ class Costs(_Part):
     """Part of an update that does not depend on its tokens."""
     train_bytes_per_parameter: float = Field(default=16.0, ge=0)
     """Weights, gradients and optimizer states, which the gang shares (ZeRO 3): too few nodes cannot hold them."""
+
+    @property
+    def stall(self) -> float:
+        """Seconds that an engine stands still for new weights."""
+        return self.sync_s if self.stall_s is None else min(self.stall_s, self.sync_s)
 
 
 class Failures(_Part):

@@ -104,11 +104,9 @@ class Fleet:
         self._apply(pool.released(self.pool, gang.lease.id, gang.lease.epoch))
 
     def publish(self, version: int) -> None:
-        """Every engine that serves takes the new weights, standing still meanwhile."""
+        """Every engine that serves takes the new weights: it decodes while they are brought, then stands still."""
         self.version = version
-        for engine in self.engines():
-            engine.hold(self._costs.sync_s, version)
-        self._env.process(self._tell_synced(self._costs.sync_s))
+        self._env.process(self._sync(version))
 
     def engines(self) -> list[Engine]:
         """Those that serve."""
@@ -186,9 +184,14 @@ class Fleet:
             gang.lost.succeed()
         self._apply(pool.released(self.pool, lease.id, lease.epoch))
 
-    def _tell_synced(self, seconds: float) -> Process:
+    def _sync(self, version: int) -> Process:
+        stall = self._costs.stall
         self.syncing += 1
-        yield self._env.timeout(seconds)
+        yield self._env.timeout(self._costs.sync_s - stall)
+        for engine in self.engines():
+            if engine.version < version:
+                engine.hold(stall, version)
+        yield self._env.timeout(stall)
         self.syncing -= 1
         self._happened()
 

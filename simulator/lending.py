@@ -20,7 +20,7 @@ from statistics import fmean
 from simulator.cluster import Costs
 from workflows.scheduling import switching
 from workflows.scheduling.decision import Decision
-from workflows.scheduling.recall import next_share
+from workflows.scheduling.recall import FIRST_SHARE, next_share, recall_at
 from workflows.scheduling.switching import STAY, SWITCH, GroupFlow
 
 
@@ -34,6 +34,8 @@ class Moment:
     """Groups of the last step that its train nodes, once called, had to wait for."""
     waited_s: float
     """How long that was."""
+    called: bool
+    """Whether they were called from rollout for it, rather than kept."""
     train_s: float
     """How long they computed."""
     rollout_s: float
@@ -67,7 +69,9 @@ class Hysteresis(Lending):
         self._measured = switching.SwitchCost()
 
     def returns(self, moment: Moment) -> Decision:
-        gain = switching.gain_of_return(moment.flow, alone=not moment.rollout_nodes)
+        return self._decide(switching.gain_of_return(moment.flow, alone=not moment.rollout_nodes))
+
+    def _decide(self, gain: float) -> Decision:
         decision = switching.worth_switching(gain, self._measured.total_s, what_for="the return to rollout")
         if decision.what == SWITCH:
             self._measured = self._measured.with_measured("release", self._costs.rollout_to_train_s)
@@ -79,16 +83,18 @@ class JustInTime(Hysteresis):
     """Ours, for gradients that are accumulated as groups complete: train nodes are called so early that they do not
     have to wait for groups, and no earlier. The share of the batch that has to be there follows what they waited."""
 
-    def __init__(self, costs: Costs, share: float = 0.5) -> None:
+    def __init__(self, costs: Costs, share: float = FIRST_SHARE) -> None:
         super().__init__(costs)
         self._share = share
 
     def recall_at(self, wanted: int) -> int:
-        return max(1, round(self._share * wanted))
+        return recall_at(self._share, wanted)
 
     def returns(self, moment: Moment) -> Decision:
-        self._share = next_share(self._share, moment.waited_s, moment.train_s)
-        return super().returns(moment)
+        if moment.called:
+            self._share = next_share(self._share, moment.waited_s, moment.train_s)
+        alone = not moment.rollout_nodes
+        return self._decide(switching.gain_of_return(moment.flow, alone=alone, train_s=moment.train_s))
 
 
 class DynamicSchedule(Lending):

@@ -43,6 +43,11 @@ class NodeClock:
         self._book(now)
         self._activity = activity
 
+    def restart(self, now: float) -> None:
+        """Forget what was booked: the time that is measured begins now."""
+        self.seconds.clear()
+        self._since = now
+
     def close(self, now: float) -> None:
         self._book(now)
 
@@ -66,6 +71,8 @@ class StepFigures:
     """Written by the model."""
     staleness: float
     """Mean over tokens: updates between the weights that wrote one and those that it trained."""
+    oldest: int
+    """Updates between the weights that started one of its groups and those that it trained, at most."""
     train_s: float
     waited_s: float
     """Of the gang for its batch, in all."""

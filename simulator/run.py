@@ -48,6 +48,8 @@ class Scenario:
     seed: int = 0
     target_in_flight: int = 1 << 40
     batch_time_limit_s: float = float("inf")
+    warm_up: int = 0
+    """Updates before the measured time begins: without the filling at a run's start."""
     stop_after: int | None = None
     """Updates after which to stop and measure while the run would go on: without the emptying at a run's end."""
     stands_for: int = 1
@@ -63,6 +65,8 @@ class Wait:
     groups: int
     seconds: float = 0.0
     complete_at: float = 0.0
+    called: bool = False
+    """Whether it was called from rollout, rather than kept."""
 
 
 class Simulation:
@@ -76,6 +80,7 @@ class Simulation:
         self._segments: list[Segment] = []
         self._failures = 0
         self._figures: list[StepFigures] = []
+        self._began = 0.0
         self._changed = self._env.event()
         self._services: dict[int, Service] = {}
         sessions = scenario.workload.sessions(
@@ -130,14 +135,17 @@ class Simulation:
             admit_until = functools.partial(self._policy.admit_until, step)
             self._rollout.open_step(self._policy.min_version(step), admit_until)
             yield from self._step(step)
+            if step + 1 == self._given.warm_up:
+                self._measure_from_now()
 
     def _step(self, step: int) -> Process:
         began, wanted = self._env.now, self._policy.groups_per_step
         gang, self._kept = self._kept, None
+        called = gang is None
         if gang is None and self._calls_early:
             yield from self._until_ready(began, self._lending.recall_at(wanted))
             gang = yield self._fleet.acquire(self._trainers)
-        self._wait = Wait(wanted - len(self._rollout.ready))
+        self._wait = Wait(wanted - len(self._rollout.ready), called=called)
         if self._policy.accumulates:
             gang = gang or (yield self._fleet.acquire(self._trainers))
             groups, gang, train_s = yield from self._train_as_they_come(gang)
@@ -179,7 +187,8 @@ class Simulation:
         )
         trainers = sum(len(rack.members) for rack in self._trainers)
         others = sum(len(rack.members) for rack in self._racks) - trainers
-        return Moment(flow, max(0, self._wait.groups), self._wait.seconds, train_s, rollout_s, trainers, others)
+        wait = self._wait
+        return Moment(flow, max(0, wait.groups), wait.seconds, wait.called, train_s, rollout_s, trainers, others)
 
     def _until_ready(self, began: float, wanted: int) -> Process:
         """Wait until the policy's trigger asks for an update that ``wanted`` groups make."""
@@ -297,6 +306,12 @@ class Simulation:
 
     # Figures
 
+    def _measure_from_now(self) -> None:
+        self._began = self._env.now
+        self._figures.clear()
+        for clock in (clock for rack in self._racks for clock in rack.clocks):
+            clock.restart(self._began)
+
     def _figures_of(self, step: int, groups: Sequence[Group], train_s: float, waited_s: float) -> StepFigures:
         tokens = sum(group.tokens for group in groups)
         written = sum(group.version_tokens for group in groups)
@@ -307,6 +322,7 @@ class Simulation:
             samples=sum(group.samples for group in groups),
             tokens=tokens,
             staleness=step - written / tokens if tokens else 0.0,
+            oldest=max(step - group.start_version for group in groups),
             train_s=train_s,
             waited_s=waited_s,
         )
@@ -322,7 +338,7 @@ class Simulation:
         return Result(
             pipeline=self._policy.name,
             nodes=self._given.cluster.size * self._given.stands_for,
-            wall_s=self._env.now,
+            wall_s=self._env.now - self._began,
             seconds=seconds,  # type: ignore[arg-type]
             steps=self._figures,
             produced=self._rollout.produced,

@@ -14,32 +14,35 @@ from workflows.queues import node_queue
 class HeadStart:
     """One step's; ``end`` once the batch is claimed: what is in work is finished, nothing more begins.
 
-    ``busy``: when nodes trained. ``failed``: why it ended early; the update computes what it did not.
+    ``taken``: groups that are accumulated or about to be; the batch has to hold them. ``busy``: when nodes trained.
+    ``failed``: why it ended early; the update computes what it did not.
     """
 
     def __init__(self, task: StepInput) -> None:
         self._task = task
         self._ended = False
-        self._done: tuple[int, ...] = ()
+        self.taken: tuple[int, ...] = ()
         self.busy: list[TrainInterval] = []
         self.failed = ""
 
     def end(self) -> None:
         self._ended = True
 
-    async def run(self, lease: LeaseEvent) -> None:
-        """Accumulate part after part until the end."""
+    async def run(self, lease: LeaseEvent, part: PartResult | None = None) -> None:
+        """Accumulate part after part until the end, ``part`` first."""
         try:
             while not self._ended:
-                part = await self._next_part()
+                part = part or await self.next_part()
                 if part is not None:
                     await self._accumulate(lease, part)
+                part = None
         except ActivityError as error:
             self.failed = calls.reason_of(error)
 
-    async def _next_part(self) -> PartResult | None:
+    async def next_part(self, least: int | None = None) -> PartResult | None:
+        """Wait for groups, at least so many; None if the end comes sooner."""
         task = self._task
-        ask = PartInput(spec=task.spec, lineage=task.lineage, step=task.step, done=self._done)
+        ask = PartInput(spec=task.spec, lineage=task.lineage, step=task.step, done=self.taken, least=least)
         handle = calls.on_control(
             "next_part", ask, PartResult, limit=calls.FOREVER, summary=f"a part of the batch of step {task.step}"
         )
@@ -47,12 +50,13 @@ class HeadStart:
         if not handle.done():
             handle.cancel()
             return None
-        return await handle
+        part = await handle
+        self.taken += part.ordinals
+        return part
 
     async def _accumulate(self, lease: LeaseEvent, part: PartResult) -> None:
         handles = [self._on(node, lease, part) for node in lease.members]
         self.busy += [await handle for handle in handles]
-        self._done += part.ordinals
 
     def _on(self, node: str, lease: LeaseEvent, part: PartResult) -> ActivityHandle[TrainInterval]:
         limit = self._task.spec.trainer.step_time_limit_s

@@ -73,6 +73,8 @@ class RlStep:
         self.granted_at: datetime | None = None
         self.requested_at: datetime | None = None
         self.requested = ""
+        self.ready_at: datetime | None = None
+        self.preferred: tuple[int, ...] = ()
         self.head_start = HeadStart(task)
 
     # Messages
@@ -91,6 +93,8 @@ class RlStep:
         if event.state in ("granted", "ready") and current:
             if event.state == "granted":
                 self.granted_at = workflow.now()
+            if event.state == "ready":
+                self.ready_at = workflow.now()
             self.lease, self.lost = event, ""
             return
         mine = self.lease is not None and event.epoch == self.lease.epoch
@@ -139,7 +143,8 @@ class RlStep:
         facts = {"taken": taken, "claimed_at": claimed.timestamp() if claim is not None else None}
         if self.granted_at is not None:
             facts["release_s"] = (self.granted_at - (self.requested_at or claimed)).total_seconds()
-            facts["load_s"] = (acquired - self.granted_at).total_seconds()
+            facts["load_s"] = ((self.ready_at or acquired) - self.granted_at).total_seconds()
+        facts |= self._effort(lease, outcomes or [], acquired)
         result = StepResult.model_validate({"outcome": "gang_lost", "step": task.step, "reason": self.lost, **facts})
         if outcomes is None:
             return result
@@ -152,35 +157,53 @@ class RlStep:
         trained = {"outcome": "trained", "checkpoint": checkpoint, "metrics": metrics, "reason": ""}
         return result.model_copy(update=trained)
 
+    def _effort(self, lease: LeaseEvent, outcomes: list[TrainOutcome], acquired: datetime) -> dict[str, float | None]:
+        """How long the gang computed and, if it was called from rollout to accumulate, how long it waited meanwhile."""
+        node = lease.members[0]
+        ahead = sum(i.end - i.start for i in self.head_start.busy if i.node == node)
+        update = sum(o.end - o.start for o in outcomes if o.node == node)
+        called = self.task.policy.accumulates and self.granted_at is not None and self.ready_at is not None
+        waited = (acquired - self.ready_at).total_seconds() - ahead if called and self.ready_at else None
+        return {"trained_s": ahead + update, "waited_s": None if waited is None else max(0.0, waited)}
+
     async def _admit(self) -> None:
         self._set_phase("claiming")
         admission = AdmissionInput(spec=self.task.spec, step=self.task.step, paused=self.paused)
         await calls.locally("admit_step", admission, type(None), summary=f"admit for step {self.task.step}")
 
     async def _work_ahead(self) -> None:
-        """Have the gang, and let it accumulate groups as they are complete; a stop is for the main line to see."""
+        """Have the gang, called from rollout where enough groups are complete, and let it accumulate groups as they
+        are; a stop is for the main line to see."""
+        part = None
         try:
+            if self.lease is None and self.task.recall:
+                part = await self.head_start.next_part(self.task.recall)
+                if part is None:
+                    return
+                await self._until("the end of the pause", lambda: not self.paused or self.manifest is not None)
             lease = await self._acquire()
         except _Stopped:
             return
         self._set_phase("claiming")
         if self.manifest is None:
-            await self.head_start.run(lease)
+            await self.head_start.run(lease, part)
 
     async def _claim(self) -> ClaimResult | None:
         """Claim a batch, or take the one to be replayed. A pause takes the waiting claim back."""
+        since = workflow.now().timestamp()
         while self.manifest is None:
             await self._until("the end of the pause", lambda: not self.paused)
+            self.preferred = self.head_start.taken
             handle = calls.on_control(
                 "claim_batch",
-                self._claim_input(),
+                self._claim_input(since),
                 ClaimResult,
                 limit=calls.FOREVER,
                 summary=f"batch of step {self.task.step}",
             )
             try:
                 await self._return_if_late(handle)
-                await self._until("enough complete groups", self._claimed_or_paused(handle))
+                await self._until("enough complete groups", self._claim_settled(handle))
             finally:
                 if not handle.done():
                     handle.cancel()
@@ -200,10 +223,10 @@ class RlStep:
     async def _return_if_late(self, handle: ActivityHandle[ClaimResult]) -> None:
         """A gang that was kept from rollout for this batch waits for it no longer than two changes would take."""
         lease = self.lease
-        if lease is None or self.task.policy.trainers == "own":
+        if lease is None or self.task.policy.trainers == "own" or self.task.policy.accumulates:
             return
         patience = max(LEAST_PATIENCE_S, 2 * (self.task.cost.total_s or 0.0))
-        claimed = self._claimed_or_paused(handle)
+        claimed = self._claim_settled(handle)
         try:
             await workflow.wait_condition(lambda: self.stopping or claimed(), timeout=timedelta(seconds=patience))
         except TimeoutError:
@@ -211,15 +234,18 @@ class RlStep:
             reason = f"the batch of step {self.task.step} is late: its nodes roll out meanwhile"
             await calls.tell(calls.lease_id(lease.lease, lease.epoch), "revoke", Revoke(reason=reason))
 
-    def _claim_input(self) -> ClaimInput:
+    def _claim_input(self, since: float) -> ClaimInput:
         task = self.task
-        takes = task.policy.trainers == "preempt" and not task.policy.holds_rollout and self.lease is None
+        shares = task.policy.trainers == "preempt" and not task.policy.holds_rollout
+        takes = shares and self.lease is None and not task.policy.accumulates
         return ClaimInput(
             spec=task.spec,
             lineage=task.lineage,
             step=task.step,
             version=task.version,
             cost_s=task.cost.total_s if takes else None,
+            prefer=self.preferred,
+            since=since,
         )
 
     async def _tell_updating(self, leftover: int) -> None:
@@ -340,8 +366,9 @@ class RlStep:
 
     # Helpers
 
-    def _claimed_or_paused(self, handle: ActivityHandle[ClaimResult]) -> Callable[[], bool]:
-        return lambda: handle.done() or self.paused
+    def _claim_settled(self, handle: ActivityHandle[ClaimResult]) -> Callable[[], bool]:
+        """Claimed; or to be asked for anew, because of a pause or of further groups that it must hold."""
+        return lambda: handle.done() or self.paused or self.preferred != self.head_start.taken
 
     def _ready(self) -> bool:
         return self.lease is not None and self.lease.state == "ready"

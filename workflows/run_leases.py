@@ -94,9 +94,16 @@ class Leases(RunBase):
         known = self.state.gang
         if event.role == "engine":
             self._forget(event)
+            await self._free_a_gang_that_waits_in_vain()
         elif known is None or known.epoch <= event.epoch:
             self.state.gang = None
             await self._tell_step(event)
+
+    async def _free_a_gang_that_waits_in_vain(self) -> None:
+        """One that was called before its batch is complete rolls out itself if nobody else does any more."""
+        ahead = self.policy().accumulates and self.policy().trainers == "preempt"
+        if ahead and self.state.gang is not None and not self.state.engines and not self.state.updating:
+            await self.let_gang_go("no other node rolls out")
 
     async def _tell_step(self, event: LeaseEvent) -> None:
         if self.step_running:

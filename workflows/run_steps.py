@@ -24,6 +24,7 @@ from workflows.run_evaluation import Evaluations
 from workflows.run_leases import MAX_LOSSES
 from workflows.scheduling.decision import Decision
 from workflows.scheduling.pipeline import rollout_nodes
+from workflows.scheduling.recall import next_share, recall_at
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_return, with_hindsight, worth_switching
 
 RETURN_LIMIT = timedelta(seconds=60)
@@ -95,7 +96,20 @@ class Steps(Evaluations):
             replay=next((m for m in state.replay if m.step == state.step), None),
             gang=state.gang if ready else None,
             cost=state.cost,
+            recall=self._recall_at(),
         )
+
+    def _recall_at(self) -> int:
+        """Complete groups at which the gang is called to accumulate them. Where nobody else rolls out, the batch has to
+        be complete: the others would never be."""
+        wanted, policy = self.spec.algorithm.groups_per_step, self.policy()
+        if policy.trainers == "own" or not policy.accumulates:
+            return 0
+        return wanted if self._alone() else recall_at(self.state.recall_share, wanted)
+
+    def _alone(self) -> bool:
+        """Whether nobody rolls out beside the train nodes."""
+        return not {engine.node for engine in self.state.engines.values()} - set(self.train_nodes())
 
     async def _after_step(self, result: StepResult) -> None:
         state = self.state
@@ -154,8 +168,10 @@ class Steps(Evaluations):
             self.state.cost = self.state.cost.with_measured("first_token", flow.decoding - since)
             self.state.serving_at = None
         groups = GroupFlow(flow.ready, flow.wanted, flow.supply, flow.in_flight, flow.rate)
-        alone = set(rollout_nodes(self.spec)) <= set(self.train_nodes())
-        gain, cost = gain_of_return(groups, alone=alone), self.state.cost.total_s
+        ahead = self.policy().accumulates
+        alone = self._alone() if ahead else set(rollout_nodes(self.spec)) <= set(self.train_nodes())
+        gain = gain_of_return(groups, alone=alone, train_s=self.state.trained_s if ahead else 0.0)
+        cost = self.state.cost.total_s
         return worth_switching(gain, cost, what_for="rolling out until the next batch", batch_s=gain)
 
     def _learn(self, result: StepResult) -> None:
@@ -164,6 +180,9 @@ class Steps(Evaluations):
             self.state.cost = self.state.cost.with_measured("release", result.release_s)
         if result.load_s is not None:
             self.state.cost = self.state.cost.with_measured("load", result.load_s)
+        self.state.trained_s = result.trained_s
+        if result.waited_s is not None:
+            self.state.recall_share = next_share(self.state.recall_share, result.waited_s, result.trained_s)
         cost = self.state.cost.total_s
         if result.claimed_at is not None and cost is not None:
             self.state.switches = tuple(_hindsight(record, result.claimed_at, cost) for record in self.state.switches)

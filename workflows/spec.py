@@ -221,6 +221,9 @@ class PipelineSpec(Spec):
     policy: str | None = None
     """Your own pipeline in place of ``name``: ``package.module:factory``, called with this section and the number of
     groups per step; it returns an object with the fields and methods of a built-in policy."""
+    accumulate: bool = False
+    """Compute gradients of groups as they become complete, before the batch is whole, in ``off_policy`` and
+    ``multiplexed`` too; ``micro_batch`` always does. Not every algorithm allows it."""
     selection: str = "ordinal"
     """Which complete groups make a batch. ``ordinal``: the oldest tasks; ``completion``: those complete first; or your
     own: ``package.module:function``, called with the complete groups and how many are wanted."""
@@ -234,6 +237,11 @@ class PipelineSpec(Spec):
     hold_limit_s: float = Field(default=600.0, gt=0)
     """A request waits at most this long for a route before its session ends as an infrastructure failure."""
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are computed before the batch is whole."""
+        return self.accumulate or self.name == "micro_batch"
+
     @model_validator(mode="after")
     def _everything_can_act(self) -> PipelineSpec:
         if self.selection not in ("ordinal", "completion") and ":" not in self.selection:
@@ -242,6 +250,8 @@ class PipelineSpec(Spec):
             raise ValueError(
                 f"max_staleness {self.max_staleness} does nothing with the on-policy pipeline {self.name!r}: remove it"
             )
+        if self.accumulate and self.name in ("colocated", "disaggregated"):
+            raise ValueError(f"accumulate does nothing with {self.name!r}, which trains whole batches: remove it")
         return self
 
 
@@ -411,11 +421,10 @@ class RunSpec(Spec):
         """Gradients of parts add up to the batch's only where no part needs to know the others."""
         a = self.algorithm
         local = a.advantage_used in ("grpo", "dr_grpo", "rloo") and not (a.kl != "none" and a.kl_in == "reward")
-        if self.pipeline.name == "micro_batch" and not (
-            local and not a.several_steps and a.correction_level == "token"
-        ):
+        key = "pipeline.name 'micro_batch'" if self.pipeline.name == "micro_batch" else "pipeline.accumulate"
+        if self.pipeline.accumulates and not (local and not a.several_steps and a.correction_level == "token"):
             raise ValueError(
-                "pipeline.name 'micro_batch' accumulates gradients before the batch is whole: it needs an advantage "
+                f"{key} accumulates gradients before the batch is whole: it needs an advantage "
                 "within the group (grpo, dr_grpo, rloo), one optimizer step a batch, correction_level token, and no KL "
                 "in the reward"
             )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import scenario
 
+from simulator.cluster import Costs
+from simulator.lending import JustInTime
+from simulator.run import simulate
+from storage.ledger import WaitingGroup
 from workflows.scheduling.admission import AdmissionFacts, in_flight_limit, may_start
 from workflows.scheduling.pipeline import PipelinePolicy, policy
+from workflows.scheduling.recall import FIRST_SHARE, PATIENCE, next_share, recall_at
+from workflows.scheduling.selection import ordinal_window, preferring
 from workflows.scheduling.switching import (
     GroupFlow,
     SwitchCost,
@@ -61,6 +70,48 @@ def test_what_is_admitted_is_never_too_old_for_the_step_that_trains_it(rule: Pip
         last_step = (admitted - 1) // rule.groups_per_step  # trained in ordinal order
         assert rule.min_version(last_step) <= step
         assert last_step - step <= rule.staleness
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(0, 2), st.integers(0, 1000), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from([0.0, 2.0, 20.0]),
+    st.sampled_from(["off_policy", "multiplexed"]),
+)  # fmt: skip
+def test_groups_that_are_accumulated_as_they_complete_are_never_older_than_the_bound(
+    staleness: int, seed: int, share: float, sync_s: float, name: str
+) -> None:
+    given = scenario(
+        name, steps=4, seed=seed, staleness=staleness, costs=Costs(sync_s=sync_s, stall_s=min(1.0, sync_s)),
+        lending=functools.partial(JustInTime, share=share),
+    )  # fmt: skip
+    result = simulate(dataclasses.replace(given, policy=dataclasses.replace(given.policy, accumulates=True)))
+    assert max(step.oldest for step in result.steps) <= staleness
+    assert result.produced == result.trained + result.stale + result.pending
+    assert [step.groups for step in result.steps] == [8] * 4
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), max_size=40), st.integers(1, 512))
+def test_train_nodes_are_called_for_at_least_one_group_and_for_no_more_than_a_batch(
+    steps: list[tuple[float, float]], wanted: int
+) -> None:
+    share = FIRST_SHARE
+    for waited_s, train_s in steps:
+        before, share = share, next_share(share, waited_s, train_s)
+        assert share >= before if waited_s > PATIENCE * train_s else share <= before
+        assert 1 <= recall_at(share, wanted) <= wanted
+
+
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30))
+def test_a_batch_holds_all_groups_that_are_accumulated_already(
+    waiting: set[int], accumulated: set[int], wanted: int
+) -> None:
+    groups = [WaitingGroup(n, 0, (0.0,), completed=-n, tokens=1) for n in waiting]
+    wanted = min(wanted, len(groups))
+    chosen = preferring(accumulated, ordinal_window)(groups, wanted)
+    assert len(chosen) == len(set(chosen)) == wanted
+    assert set(chosen) <= waiting
+    held = accumulated & waiting
+    assert held <= set(chosen) or set(chosen) <= held
 
 
 @given(policies(), st.integers(0, 49), st.integers(0, 9))

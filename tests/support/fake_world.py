@@ -123,6 +123,12 @@ class FakeWorld:
         self.stream_error = ""
         self.paused = False
         self.admitted: list[int] = []
+        self.parts_open = asyncio.Event()
+        self.parts_open.set()
+        self.least: list[int | None] = []
+        """Groups that were asked for ahead of a batch."""
+        self.preferred: dict[int, tuple[int, ...]] = {}
+        """By step: groups that its batch was asked to hold."""
         self.flow = FlowView(ready=0, wanted=2, supply=2, in_flight=2, rate=0.001)
         self.epochs: Counter[str] = Counter()
         self._seq = itertools.count(1)
@@ -263,6 +269,7 @@ class FakeWorld:
     @activity.defn
     async def claim_batch(self, task: ClaimInput) -> ClaimResult:
         self.log.append(f"wait for batch {task.step}")
+        self.preferred[task.step] = task.prefer
         await beating(self.claims_open.wait())
         if task.step == self.data_end:
             raise ApplicationError("the data has ended", type="EndOfData", non_retryable=True)
@@ -379,8 +386,8 @@ class FakeWorld:
 
     @activity.defn
     async def next_part(self, task: PartInput) -> PartResult:
-        if task.done:
-            await beating(asyncio.Event().wait())
+        self.least.append(task.least)
+        await beating((asyncio.Event() if task.done else self.parts_open).wait())
         manifest = ManifestRef(step=task.step, key=f"part of {task.step}", digest=f"{task.step:064d}")
         return PartResult(manifest=manifest, ordinals=(0,))
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from storage.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, IntegrityError
 from storage.ports import free_port
@@ -30,6 +31,7 @@ DRAIN_LIMIT_S = 10.0
 DRAIN_POLL_S = 0.01
 """Short: whoever waits for the node waits for this."""
 HANG_LIMIT_S = 60.0
+READ_BYTES = 1 << 24
 PROBE_EVERY_S = 2.0
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -85,6 +87,8 @@ class EngineHost:
                 await self._engine(found).resume()
                 return task.weights.version
             async with self._source(task) as transfer:
+                if transfer is None:
+                    await asyncio.to_thread(read_ahead, Path(task.weights.path))
                 await self._change(found, task, transfer)
             return task.weights.version
 
@@ -304,6 +308,17 @@ class EngineHost:
     def _write(self, found: EngineResidency) -> EngineResidency:
         found.write(self._file)
         return found
+
+
+def read_ahead(folder: Path) -> int:
+    """Bring a version's files into memory while the engine decodes: what it stands still for is the copy from there.
+    Returns the bytes read."""
+    size = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as raw:
+            while piece := raw.read(READ_BYTES):
+                size += len(piece)
+    return size
 
 
 def _good(last: EngineResidency | None, run: str) -> WeightsRef | None:

@@ -70,6 +70,10 @@ class ClaimInput(Message):
     step: int
     version: int
     cost_s: float | None = None
+    prefer: tuple[int, ...] = ()
+    """Groups whose gradients are computed already: they go into the batch, and the run's selection adds the others."""
+    since: float | None = None
+    """Unix seconds when the step began to wait; None: when the activity was scheduled."""
 
 
 class ClaimResult(Message):
@@ -99,6 +103,8 @@ class PartInput(Message):
     lineage: int
     step: int
     done: tuple[int, ...] = ()
+    least: int | None = None
+    """Groups that make a part; None: a fixed share of the step's."""
 
 
 class PartResult(Message):

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from workflows.messages.base import CheckpointRef, ManifestRef, Message, WeightsRef
 from workflows.messages.lease import LeaseEvent
 from workflows.scheduling.decision import Decision
+from workflows.scheduling.recall import FIRST_SHARE
 from workflows.scheduling.switching import SwitchCost
 from workflows.spec import RunSpec
 
@@ -73,6 +74,8 @@ class StepInput(Message):
     replay: ManifestRef | None = None
     gang: LeaseEvent | None = None
     cost: SwitchCost = SwitchCost()
+    recall: int = 0
+    """Complete groups at which a gang that is not kept is called to accumulate them; 0: it is called at once."""
 
 
 class StepResult(Message):
@@ -92,6 +95,10 @@ class StepResult(Message):
     """Unix seconds when the batch was claimed; None for a replay."""
     release_s: float | None = None
     load_s: float | None = None
+    trained_s: float = 0.0
+    """How long the gang computed, ahead of the batch and on it."""
+    waited_s: float | None = None
+    """How long it waited for groups after it was called from rollout; None where it was kept or did not accumulate."""
 
 
 class StepUpdating(Message):
@@ -202,6 +209,10 @@ class RunState(Message):
     """Of taking the train nodes from rollout and giving them back, as measured lately."""
     switches: tuple[SwitchRecord, ...] = ()
     """The last decisions to change roles, or not to."""
+    recall_share: float = FIRST_SHARE
+    """Share of a batch that is complete when train nodes are called to accumulate it."""
+    trained_s: float = 0.0
+    """How long the gang computed in the last step."""
     losses: int = 0
     """Times the trainer gang was lost since the last committed step."""
     engine_losses: int = 0

@@ -81,7 +81,7 @@ def policy(pipeline: PipelineSpec, groups_per_step: int) -> PipelinePolicy:
         trainers="preempt" if pipeline.name in ("colocated", "multiplexed") else "own",
         holds_rollout=pipeline.name in ("colocated", "disaggregated"),
         waits_for_sync=on_policy,
-        accumulates=pipeline.name == "micro_batch",
+        accumulates=pipeline.accumulates,
     )
 
 

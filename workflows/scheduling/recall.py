@@ -4,6 +4,8 @@ from __future__ import annotations
 
 PATIENCE = 0.1
 """Part of the time they compute that train nodes may wait for groups before they are called later."""
+FIRST_SHARE = 0.5
+"""Share before anything was measured."""
 LATER, EARLIER, LEAST_SHARE = 0.1, 0.05, 0.1
 """Steps of :func:`next_share`, and the least share at which train nodes are called."""
 
@@ -18,3 +20,12 @@ def next_share(share: float, waited_s: float, train_s: float) -> float:
     (0.6, 0.45)
     """
     return min(1.0, share + LATER) if waited_s > PATIENCE * train_s else max(LEAST_SHARE, share - EARLIER)
+
+
+def recall_at(share: float, wanted: int) -> int:
+    """Complete groups at which train nodes are called; ``wanted`` make a step.
+
+    >>> recall_at(0.5, 8), recall_at(0.1, 2)
+    (4, 1)
+    """
+    return max(1, min(wanted, round(share * wanted)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 
@@ -47,3 +47,14 @@ def completion_order(waiting: Sequence[Candidate], wanted: int) -> Sequence[int]
 
 
 BUILT_IN: dict[str, Selection] = {"ordinal": ordinal_window, "completion": completion_order}
+
+
+def preferring(ordinals: Collection[int], select: Selection) -> Selection:
+    """``select`` behind the groups that are wanted in any case, those with ``ordinals``, in their order."""
+
+    def chosen(waiting: Sequence[Candidate], wanted: int) -> Sequence[int]:
+        first = sorted(group.ordinal for group in waiting if group.ordinal in ordinals)[:wanted]
+        others = [group for group in waiting if group.ordinal not in ordinals]
+        return [*first, *select(others, min(wanted - len(first), len(others)))]
+
+    return chosen if ordinals else select

@@ -12,8 +12,9 @@ from workflows.messages import FlowView, NodeSeen, Revoke, SetTags
 from workflows.spec import RunSpec
 
 
-def run_file(world: FakeWorld, name: str, steps: int = 3, **changes: Any) -> RunSpec:
-    return world.spec(pipeline={"name": name, "steps": steps}, data={"path": "/tasks.jsonl"}, **changes)
+def run_file(world: FakeWorld, name: str, steps: int = 3, accumulate: bool = False, **changes: Any) -> RunSpec:
+    pipeline = {"name": name, "steps": steps, "accumulate": accumulate}
+    return world.spec(pipeline=pipeline, data={"path": "/tasks.jsonl"}, **changes)
 
 
 def ranks(world: FakeWorld) -> list[str]:
@@ -77,6 +78,39 @@ async def test_groups_are_accumulated_before_their_batch_is_whole(world: FakeWor
     world.claims_open.set()
     assert (await run.result()).steps == 1
     assert world.position("accumulate part of 0") < world.position("claim 0.0") < world.position("train 0.0 on m0")
+
+
+async def test_shared_nodes_roll_out_until_enough_groups_are_complete_and_then_accumulate_them(
+    world: FakeWorld,
+) -> None:
+    world.claims_open.clear()
+    world.parts_open.clear()
+    run = await world.start(run_file(world, "multiplexed", 1, accumulate=True))
+    await world.until("wait for batch 0")
+    await until_route(world, "a", "open 0")
+    assert world.least == [1], "half of two groups"
+    world.parts_open.set()
+    await world.until("accumulate part of 0")
+    assert world.routes == {"b": "open 0"}, "the others go on"
+    await eventually(lambda: world.preferred[0] == (0,), "the batch holds what is accumulated")
+    world.claims_open.set()
+    assert (await run.result()).steps == 1
+    assert world.position("accumulate part of 0") < world.position("claim 0.0") < world.position("train 0.0 on m0")
+
+
+async def test_a_batch_that_is_whole_before_nodes_are_called_is_trained_at_once(world: FakeWorld) -> None:
+    world.parts_open.clear()
+    result = await (await world.start(run_file(world, "multiplexed", 2, accumulate=True))).result()
+    assert (result.steps, result.balanced) == (2, True)
+    assert not [line for line in world.log if line.startswith("accumulate")]
+
+
+async def test_nodes_that_are_all_that_roll_out_are_not_called_before_their_batch_is_whole(world: FakeWorld) -> None:
+    nodes = [{"id": "a", "tags": ["rollout", "train"]}]
+    world.parts_open.clear()
+    spec = run_file(world, "multiplexed", 1, accumulate=True, nodes=nodes)
+    assert (await (await world.start(spec)).result()).steps == 1
+    assert world.least == [2]
 
 
 async def test_nodes_stay_with_the_trainer_when_going_back_would_not_pay(world: FakeWorld) -> None:

@@ -12,8 +12,9 @@ import pytest
 from temporalio.exceptions import ApplicationError
 
 from activities.claiming import ClaimWait
+from activities.parts import next_part
 from storage.ledger import TRAIN, Ledger, SampleClaim
-from workflows.messages import ClaimInput
+from workflows.messages import ClaimInput, PartInput
 from workflows.spec import RunSpec
 
 DIGEST = "0" * 64
@@ -95,6 +96,16 @@ async def test_a_batch_is_claimed_as_soon_as_enough_groups_are_complete(ledger: 
     await asyncio.to_thread(roll_out, ledger)
     found = await asyncio.wait_for(waiting, 10)
     assert [group.ordinal for group in found.batch.groups] == [0, 1]
+
+
+async def test_groups_that_are_accumulated_already_go_into_the_batch_before_older_ones(ledger: Ledger) -> None:
+    ledger.change_admission("r", TRAIN, admit_until=4)
+    roll_out(ledger)
+    ahead = await next_part(ledger, PartInput(spec=spec(), lineage=0, step=0, done=(3,), least=1))
+    assert [group.ordinal for group in ahead.groups] == [0], "one more makes the batch, and the run selects it"
+    task = ClaimInput(spec=spec(), lineage=0, step=0, version=0, prefer=(3,))
+    found = await asyncio.wait_for(ClaimWait(ledger, task, time.time()).wait(), 10)
+    assert sorted(group.ordinal for group in found.batch.groups) == [0, 3]
 
 
 async def test_after_the_time_limit_a_step_takes_what_is_complete(ledger: Ledger) -> None:

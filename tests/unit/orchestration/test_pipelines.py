@@ -69,6 +69,20 @@ def test_a_staleness_bound_that_cannot_act_is_refused(name: str) -> None:
         made(name, 2)
 
 
+def test_whole_batches_cannot_be_accumulated() -> None:
+    for name in ("colocated", "disaggregated"):
+        with pytest.raises(ValidationError, match="accumulate does nothing"):
+            PipelineSpec.model_validate({"name": name, "accumulate": True})
+
+
+def test_an_algorithm_that_needs_the_whole_batch_refuses_to_accumulate() -> None:
+    data = spec("multiplexed", ["rollout", "train"]).model_dump(mode="json")
+    data["pipeline"]["accumulate"] = True
+    assert RunSpec.model_validate(data).pipeline.accumulates
+    with pytest.raises(ValidationError, match=r"pipeline\.accumulate accumulates gradients before the batch is whole"):
+        RunSpec.model_validate({**data, "algorithm": {"name": "reinforce_pp"}})
+
+
 def test_nodes_that_train_do_not_roll_out_where_the_pipeline_keeps_them_to_itself() -> None:
     run = spec("off_policy", ["rollout", "train"], ["rollout"], ["train"])
     assert train_nodes(run) == ("n0", "n2")

@@ -56,6 +56,20 @@ def test_no_step_trains_tokens_older_than_the_bound(name: str, staleness: int) -
     assert all(-1e-9 <= step.staleness <= staleness + 1e-9 for step in result.steps)
 
 
+def test_weights_are_brought_while_engines_decode_and_only_then_stop_them() -> None:
+    whole = simulate(scenario(steps=4, costs=Costs(sync_s=4)))
+    beside = simulate(scenario(steps=4, costs=Costs(sync_s=4, stall_s=1)))
+    assert 0 < beside.seconds["sync"] <= whole.seconds["sync"] / 3
+    assert_balanced(beside, 4)
+
+
+def test_time_is_measured_from_the_end_of_the_warm_up() -> None:
+    whole, later = simulate(scenario(steps=4)), simulate(scenario(steps=4, warm_up=2))
+    assert later.wall_s == pytest.approx(whole.wall_s - whole.steps[1].committed_at)
+    assert [step.step for step in later.steps] == [2, 3]
+    assert sum(later.seconds.values()) == pytest.approx(4 * later.wall_s)
+
+
 def test_colocated_spends_what_generation_and_training_take_in_turn() -> None:
     result = simulate(scenario("colocated", costs=FREE))
     trained = sum(step.train_s for step in result.steps)
