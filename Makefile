@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 LOCKS := requirements/torch.lock requirements/dev.lock
 CLIENTS := $(patsubst requirements/clients/%.in,.clients/%/.ready,$(wildcard requirements/clients/*.in))
 
-.PHONY: setup engine-sglang engine-vllm contract-engines prove-interruptions clients demo demo-tiny test lint format bench-proxy-env bench-proxy bench-tree bench-sync bench-pipeline bench-learning compare-algorithms lock clean
+.PHONY: setup engine-sglang engine-vllm contract-engines prove-interruptions clients demo demo-tiny test lint format bench-proxy-env bench-proxy bench-tree bench-sync bench-pipeline bench-learning compare-algorithms compare-zero lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-pipeline  compare the pipelines live and simulated on 4 to 10,000 nodes (hours on two cores)"
 	@echo "make bench-sync  measure what a weight update costs the agents, on every engine that is built (5 minutes)"
 	@echo "make compare-algorithms  compare advantages and losses with TRL's and verl's (2 minutes, 400 MB the first time)"
+	@echo "make compare-zero  train the same by every ZeRO stage, by one rank and two, also resumed by others (2 minutes)"
 	@echo "make bench-tree  measure training of trees against training row by row (4 minutes)"
 	@echo "make bench-learning  prove that it learns, on and off policy, with two models (40 minutes on two idle cores)"
 	@echo "make contract-engines  run the contract suite on every engine that is built (15 minutes with both servers)"
@@ -103,6 +104,10 @@ bench-sync: $(READY)
 compare-algorithms: $(READY)
 	benchmarks/algorithms/install.sh .bench/algorithms $(VENV)
 	@$(BIN)/python -m benchmarks.algorithms .bench/algorithms/bin/python
+
+# Losses of every ZeRO stage side by side.
+compare-zero: $(READY)
+	@$(BIN)/python -m benchmarks.zero
 
 bench-tree: $(READY)
 	@$(BIN)/python -m benchmarks.tree

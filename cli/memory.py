@@ -50,12 +50,13 @@ def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
         total += base + weights + spec.engine.kv_tokens * kv_bytes_per_token(spec.model)
     if "train" in node.tags:
         gang = sum(other.ranks for other in spec.nodes if "train" in other.tags)
-        # Gradients in the model's type, then master weights and two Adam moments in float32, split by ZeRO.
+        # Master weights and two Adam moments in float32. A rank that starts has the weights whole at every stage.
         states = 12 * parameters if spec.model.dtype == "bfloat16" else 8 * parameters
         split = gang if spec.trainer.zero_stage else 1
+        gradients = weights // gang if spec.trainer.zero_stage >= 2 else weights
         trained = 2 if spec.algorithm.has_critic else 1
         frozen = 0 if spec.algorithm.kl == "none" else weights
-        total += node.ranks * (BASE_BYTES + trained * (2 * weights + states // split) + frozen)
+        total += node.ranks * (BASE_BYTES + trained * (weights + gradients + states // split) + frozen)
     return total
 
 

@@ -184,7 +184,7 @@ class EngineSpec(Spec):
 class TrainerSpec(Spec):
     backend: Literal["deepspeed"] = "deepspeed"
     """Training back end."""
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO stage; 0 with bfloat16 is refused (DeepSpeed trains it differently)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """AdamW, constant."""

@@ -69,10 +69,13 @@ class TrainingBackend(Protocol):
         """One step of the critic's own optimizer; the loss over all ranks."""
 
     def save(self, folder: Path) -> None:
-        """Write model and optimizer state, also the critic's, into ``folder``; each rank writes its part."""
+        """Write model and optimizer state, also the critic's, into ``folder``, in a form that any gang can load."""
 
     def load(self, folder: Path) -> None:
-        """Take over what :meth:`save` wrote, with the same world size."""
+        """Take over what :meth:`save` wrote, whatever the number of ranks and the ZeRO stage were.
+
+        Raises :class:`ConfigError` if it is another model's.
+        """
 
     def publish(self, folder: Path) -> None:
         """Rank 0 writes the model into ``folder`` as Hugging Face files in the run's dtype."""

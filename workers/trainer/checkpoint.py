@@ -38,6 +38,7 @@ class TrainerState(BaseModel):
     """Weight version held: ``step + 1``."""
     seed: int
     world_size: int
+    """Ranks that made it; any number can go on."""
     compute_dtype: str
     manifest_digest: str
     """Batch that made this state."""

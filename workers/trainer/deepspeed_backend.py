@@ -1,4 +1,4 @@
-"""DeepSpeed (ZeRO 0 to 2) on CPU (gloo) or GPU (nccl): the first training back end.
+"""DeepSpeed (ZeRO 0 to 3) on CPU (gloo) or GPU (nccl): the first training back end.
 
 Importing this module imports torch, transformers and deepspeed (about four seconds).
 """
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from storage.errors import ConfigError, GangLost
 from workers.trainer.backend import StepOutcome
@@ -26,24 +28,12 @@ from workers.trainer.forward import arguments, logits_of, to, use_trees
 from workers.trainer.launch import Launch
 from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
 from workers.trainer.packing import MicroBatch
-from workers.trainer.publish import write_model
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find out by itself
-
-import deepspeed
-import deepspeed.ops
-from deepspeed.accelerator import get_accelerator
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
-
-# DeepSpeed compiles this op at every initialize if it calls itself compatible: minutes, a C++ compiler, and a lock
-# file that makes all later starts hang if the compiling process is killed. Only its inference code uses the op.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+from workers.trainer.publish import collect, write_model
+from workers.trainer.states import gathered, load_states, prepare, save_states
+from workers.trainer.with_deepspeed import deepspeed
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_TAG = "state"
 _CRITIC_LEARNING_RATE = 1e-5
 _BUCKET = 2**24
 """Elements that are reduced or gathered together."""
@@ -72,8 +62,8 @@ class DeepSpeedBackend:
         torch.use_deterministic_algorithms(True)
         # Filling is a debugging aid that costs a pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        get_accelerator().set_device(self._launch.local_rank)
-        self._device = torch.device(get_accelerator().current_device_name())
+        deepspeed.accelerator.get_accelerator().set_device(self._launch.local_rank)
+        self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         self._meet()
         if self._spec.model.dtype == "bfloat16" and all(self.gather(_bfloat16_instructions(self._device))):
             self.compute_dtype = "bfloat16"
@@ -98,7 +88,8 @@ class DeepSpeedBackend:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config())
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config(model))
+        prepare(engine)
         # No dropout: the log-probs of the forward pass that trains must be those of the policy that sampled.
         engine.eval()
         return engine
@@ -137,8 +128,13 @@ class DeepSpeedBackend:
         return self._grad_norm()
 
     def forget(self) -> None:
+        """Stage 2 keeps what it has reduced apart from the parameters."""
         self._engine.zero_grad()
-        self._engine.optimizer.zero_grad()
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad()
+        if self._spec.trainer.zero_stage == 2:
+            for held in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
+                held.update(dict.fromkeys(held))
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return self._logprobs(self._engine, batches, temperature)
@@ -160,23 +156,22 @@ class DeepSpeedBackend:
         return sum(self.gather(total))
 
     def save(self, folder: Path) -> None:
-        for name, engine in self._engines(folder).items():
-            engine.save_checkpoint(name, tag=_TAG, save_latest=False)
+        for name, engine in self._engines().items():
+            save_states(engine, folder / name)
 
     def load(self, folder: Path) -> None:
-        for name, engine in self._engines(folder).items():
-            path, _ = engine.load_checkpoint(name, tag=_TAG)
-            if path is None:
-                raise ConfigError(f"{name} holds no DeepSpeed checkpoint for a gang of {self.world_size} ranks")
+        for name, engine in self._engines().items():
+            load_states(engine, folder / name)
 
-    def _engines(self, folder: Path) -> dict[str, Any]:
+    def _engines(self) -> dict[str, Any]:
         """By the folder of their state in a checkpoint."""
-        return {str(folder): self._engine} | ({} if self._critic is None else {str(folder / "critic"): self._critic})
+        return {"policy": self._engine} | ({} if self._critic is None else {"critic": self._critic})
 
     def publish(self, folder: Path) -> None:
+        """One parameter is whole on each rank at a time; rank 0 keeps them, in the run's dtype, in main memory."""
+        weights = collect(gathered(self._engine.module), getattr(torch, self._spec.model.dtype), keep=self.rank == 0)
         if self.rank == 0:
-            dtype = getattr(torch, self._spec.model.dtype)
-            write_model(self._engine.module, Path(self._spec.model.path), folder, dtype)
+            write_model(self._engine.module, weights, Path(self._spec.model.path), folder)
 
     def park(self) -> None:
         """Nothing to do: on a CPU a rank that waits for its next request uses no device."""
@@ -213,9 +208,11 @@ class DeepSpeedBackend:
             MASTER_ADDR=launch.master_addr,
             MASTER_PORT=str(launch.master_port),
         )
+        if dist.is_initialized():
+            return
         try:
             dist.init_process_group(
-                get_accelerator().communication_backend_name(),
+                deepspeed.accelerator.get_accelerator().communication_backend_name(),
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=datetime.timedelta(seconds=max(launch.start_limit_s, self._spec.trainer.step_time_limit_s)),
@@ -238,8 +235,9 @@ class DeepSpeedBackend:
             _log.warning("each path is computed by itself, not as part of a tree: %s cannot, %s", path, refusal)
         return model
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, model: torch.nn.Module) -> dict[str, Any]:
         trainer = self._spec.trainer
+        vectors = [parameter.numel() for parameter in model.parameters() if parameter.dim() < 2]
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -252,6 +250,9 @@ class DeepSpeedBackend:
                 # By default DeepSpeed allocates buckets of 5e8 elements: two gigabytes, for a model of any size.
                 "reduce_bucket_size": _BUCKET,
                 "allgather_bucket_size": _BUCKET,
+                "stage3_prefetch_bucket_size": _BUCKET,
+                # Biases and norms stay whole on each rank: gathering them costs more than holding them.
+                "stage3_param_persistence_threshold": max(vectors, default=0),
             },
             # The client optimizer is plain torch: DeepSpeed's own would be compiled at start.
             "zero_allow_untested_optimizer": True,

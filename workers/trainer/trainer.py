@@ -187,7 +187,7 @@ class Trainer:
         return self._checkpoints.begin(request.lineage, request.step)
 
     def _result(self, committed: Sealed) -> UpdateResult:
-        weights = self._on_rank_0("publish weights", lambda: self._publish(committed.state.version))
+        weights = self._publish(committed.state.version)
         return UpdateResult(
             lineage=committed.state.lineage,
             step=committed.state.step,
@@ -200,12 +200,12 @@ class Trainer:
         )
 
     def _publish(self, version: int) -> WeightsRef:
-        """On rank 0. Written anew even if an earlier attempt has: what is published under a version may be of an
-        older lineage, and equal weights stay as they are.
+        """Written anew even if an earlier attempt has: what is published under a version may be of an older lineage,
+        and equal weights stay as they are.
         """
-        temporary = self._weights.begin(version)
-        self._backend.publish(temporary)
-        return self._weights.commit(version, temporary)
+        temporary = self._on_rank_0("make room for weights", lambda: self._weights.begin(version))
+        self._everywhere("publish weights", lambda: self._backend.publish(temporary))
+        return self._on_rank_0("publish weights", lambda: self._weights.commit(version, temporary))
 
     def _restore(self, checkpoint: Sealed, digest: str | None) -> None:
         self._on_rank_0("verify the checkpoint", lambda: self._check(checkpoint, digest))
@@ -217,17 +217,13 @@ class Trainer:
         if digest is not None and digest != checkpoint.digest:
             raise IntegrityError(f"checkpoint {checkpoint.path} has digest {checkpoint.digest}, expected {digest}")
         state = checkpoint.state
-        found = {"run": state.run, "world_size": state.world_size, "compute_dtype": state.compute_dtype}
-        wanted = {
-            "run": self._spec.run,
-            "world_size": self._launch.world_size,
-            "compute_dtype": self._backend.compute_dtype,
-        }
+        found = {"run": state.run, "compute_dtype": state.compute_dtype}
+        wanted = {"run": self._spec.run, "compute_dtype": self._backend.compute_dtype}
         for name, value in found.items():
             if value != wanted[name]:
                 raise ConfigError(
-                    f"checkpoint {checkpoint.path} has {name} {value}, this gang has {wanted[name]}: it can only be "
-                    "loaded by a gang like the one that saved it"
+                    f"checkpoint {checkpoint.path} has {name} {value}, this gang has {wanted[name]}: one that goes on "
+                    "may have another number of ranks or ZeRO stage, nothing else"
                 )
         verify(checkpoint)
 
