@@ -60,7 +60,7 @@ class Leases(RunBase):
             self.state.engine_losses += 1
             if event.reason.startswith("ConfigError"):
                 self.fatal = self.state.last_failure
-            elif self.state.engine_losses > MAX_LOSSES * len(self.spec.nodes):
+            elif self.state.engine_losses > MAX_LOSSES * (len(self.spec.nodes) + len(self.state.guests)):
                 self.fatal = f"engines were lost {self.state.engine_losses} times in a row; the last: {event.reason}"
         await self._lease_over(event)
 
@@ -144,7 +144,7 @@ class Leases(RunBase):
             run=self.spec.run,
             role="engine",
             tag="rollout",
-            candidates=pipeline.rollout_nodes(self.spec, self.policy().trainers),
+            candidates=self._rollout_nodes(),
             count=None,
             priority=pipeline.ENGINE_PRIORITY,
             owner=calls.run_id(self.spec.run),
@@ -158,6 +158,12 @@ class Leases(RunBase):
         raise ApplicationError(
             f"{self.pool} does not run: start a node agent first (`seamlessflow up`)", non_retryable=True
         )
+
+    def _rollout_nodes(self) -> tuple[str, ...]:
+        """Which nodes may roll out; empty: every node that can."""
+        if self.spec.pool.nodes == "any":
+            return ()
+        return pipeline.rollout_nodes(self.spec, self.policy().trainers)
 
     async def give_back(self, reason: str) -> None:
         """Give all nodes back; a gang in the midst of an update ends it first."""
@@ -207,7 +213,10 @@ class Leases(RunBase):
     def _engine_granted(self, event: LeaseEvent) -> None:
         known = self.state.engines.get(event.lease)
         if event.role == "engine" and (known is None or known.epoch < event.epoch):
-            self.state.engines[event.lease] = EngineView(lease=event.lease, epoch=event.epoch, node=event.members[0])
+            node = event.members[0]
+            self.state.engines[event.lease] = EngineView(lease=event.lease, epoch=event.epoch, node=node)
+            if node not in {*self.state.guests, *(named.id for named in self.spec.nodes)}:
+                self.state.guests += (node,)
             self.dirty = True
 
     def _forget(self, event: LeaseEvent) -> None:

@@ -50,7 +50,7 @@ def run_page(view: RunView) -> str:
     """The page."""
     lines = [
         *_headline(view),
-        *table(("node", "can", "does"), (_node_row(view, node) for node in view.spec.nodes)),
+        *table(("node", "can", "does"), (_node_row(view, node) for node in _nodes(view))),
         *_rewards(view.state),
         *_last_step(view.state),
         *_links(view),
@@ -78,6 +78,10 @@ def _headline(view: RunView) -> list[str]:
 
 def _why(why: str) -> str:
     return f": {why}" if why else ""
+
+
+def _nodes(view: RunView) -> list[NodeSpec]:
+    return [*view.spec.nodes, *(view.spec.node(guest) for guest in view.state.guests)]
 
 
 def _node_row(view: RunView, node: NodeSpec) -> tuple[str, str, str]:

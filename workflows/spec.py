@@ -261,6 +261,10 @@ class PoolSpec(Spec):
     arrival."""
     quota: int | None = Field(default=None, ge=1)
     """Nodes the run may claim while other runs want them; beyond, it borrows what nobody wants and gives it back."""
+    nodes: Literal["named", "any"] = "named"
+    """``named``: the run uses the nodes that this file names. ``any``: it also rolls out on every other node of the
+    pool with the tag ``rollout``, also on those that join while it lives; their settings are the defaults of
+    ``nodes``."""
     queue_limit_s: float = Field(default=604800.0, gt=0)
     """The run waits at most this long for its first node; then it fails, and says who held the nodes."""
 
@@ -400,6 +404,13 @@ class RunSpec(Spec):
                 "tag 'train': take one of them away from a node"
             )
 
+        both = [node.id for node in self.nodes if {"rollout", "train"} <= node.tags]
+        if name in ("disaggregated", "micro_batch", "off_policy") and self.pool.nodes == "any" and both:
+            raise ValueError(
+                f"pool.nodes 'any' rolls out on every node with the tag 'rollout', and pipeline.name {name!r} keeps "
+                f"train nodes from it: take the tag 'rollout' from {', '.join(both)}"
+            )
+
     def _algorithm_can_act(self) -> None:
         cap, given = self.algorithm.token_staleness, self.pipeline.max_staleness
         on_policy = self.pipeline.name in ("colocated", "disaggregated", "micro_batch")
@@ -428,6 +439,11 @@ class RunSpec(Spec):
                 "within the group (grpo, dr_grpo, rloo), one optimizer step a batch, correction_level token, and no KL "
                 "in the reward"
             )
+
+    def node(self, node: str) -> NodeSpec:
+        """The node's entry of the file; for one that it does not name, what every setting is by default."""
+        named = next((entry for entry in self.nodes if entry.id == node), None)
+        return named or NodeSpec(id=node, tags=frozenset({"rollout"}))
 
     def digest(self) -> str:
         """sha256 over the canonical JSON of the run file: two files with one digest ask for the same run."""

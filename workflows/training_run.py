@@ -239,14 +239,14 @@ class TrainingRun(Commands, Steps):
         handles = [
             calls.on_node(
                 "end_residency",
-                NodeRun(run=self.spec.run, node=node.id),
+                NodeRun(run=self.spec.run, node=node),
                 type(None),
-                queue=nodectl_queue(node.id),
+                queue=nodectl_queue(node),
                 limit_s=60,
                 attempts=3,
-                summary=f"end the run's processes on {node.id}",
+                summary=f"end the run's processes on {node}",
             )
-            for node in self.spec.nodes
+            for node in (*(named.id for named in self.spec.nodes), *self.state.guests)
         ]
         for handle in handles:
             try:

@@ -131,6 +131,9 @@ class FakeWorld:
         """By step: groups that its batch was asked to hold."""
         self.flow = FlowView(ready=0, wanted=2, supply=2, in_flight=2, rate=0.001)
         self.epochs: Counter[str] = Counter()
+        self.halt_at = ""
+        """The line of the log at which the world stands still until ``go_on`` is set."""
+        self.go_on = asyncio.Event()
         self._seq = itertools.count(1)
 
     # For tests
@@ -176,11 +179,17 @@ class FakeWorld:
             await asyncio.sleep(0.05)
         raise AssertionError(f"nodes are still leased: {await self.pool_status()}")
 
+    async def reach(self, line: str) -> None:
+        """Note that this is about to happen; waits if a test wants to change something just now."""
+        self.log.append(line)
+        if line == self.halt_at:
+            await beating(self.go_on.wait())
+
     def position(self, line: str) -> int:
         assert line in self.log, f"{line!r} did not happen; what did: {self.log}"
         return self.log.index(line)
 
-    async def add_node(self, node: str, *, epoch: int = 0) -> None:
+    async def add_node(self, node: str, *, epoch: int = 0, boot: str = "boot") -> None:
         start: WithStartWorkflowOperation[Any, None] = WithStartWorkflowOperation(
             "ResourcePool",
             PoolState(pool=Pool(cluster=self.run)),
@@ -188,25 +197,34 @@ class FakeWorld:
             task_queue=CONTROL_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
         )
-        info = NodeInfo.model_validate({"id": node, "tags": NODES[node], "boot_id": "boot", "epoch": epoch})
+        tags = NODES.get(node, frozenset({"rollout"}))
+        info = NodeInfo.model_validate({"id": node, "tags": tags, "boot_id": boot, "epoch": epoch})
         await self.client.execute_update_with_start_workflow("add_node", info, start_workflow_operation=start)
+
+    @contextlib.asynccontextmanager
+    async def playing(self, node: str) -> AsyncIterator[None]:
+        """The node's activities are done as long as this is open."""
+        work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step, self.accumulate]
+        control: list[Any] = [
+            self.engine_load,
+            self.engine_hold,
+            self.gang_probe,
+            self.warm_ranks,
+            self.end_residency,
+            self.profile_node,
+        ]
+        async with (
+            activity_worker(self.client, node_queue(node), work),
+            activity_worker(self.client, nodectl_queue(node), control),
+        ):
+            yield
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(control_worker(self.client, self._control()))
             for node in NODES if self.plays_nodes else ():
-                work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step, self.accumulate]
-                control: list[Any] = [
-                    self.engine_load,
-                    self.engine_hold,
-                    self.gang_probe,
-                    self.warm_ranks,
-                    self.end_residency,
-                    self.profile_node,
-                ]
-                await stack.enter_async_context(activity_worker(self.client, node_queue(node), work))
-                await stack.enter_async_context(activity_worker(self.client, nodectl_queue(node), control))
+                await stack.enter_async_context(self.playing(node))
             await stack.enter_async_context(activity_worker(self.client, tag_queue("agent"), [self.stream_tasks]))
             await stack.enter_async_context(activity_worker(self.client, tag_queue("reward"), [self.stream_rewards]))
             for node in NODES if self.plays_nodes else ():
@@ -268,7 +286,7 @@ class FakeWorld:
 
     @activity.defn
     async def claim_batch(self, task: ClaimInput) -> ClaimResult:
-        self.log.append(f"wait for batch {task.step}")
+        await self.reach(f"wait for batch {task.step}")
         self.preferred[task.step] = task.prefer
         await beating(self.claims_open.wait())
         if task.step == self.data_end:
@@ -289,6 +307,7 @@ class FakeWorld:
 
     @activity.defn
     async def commit_step(self, task: CommitInput) -> CheckpointRef:
+        await self.reach(f"begin commit {task.lineage}.{task.step}")
         self.log.append(f"commit {task.lineage}.{task.step}")
         self.checkpoint = task.checkpoint
         return task.checkpoint
@@ -347,7 +366,7 @@ class FakeWorld:
 
     @activity.defn
     async def engine_load(self, task: EngineTask) -> int:
-        self.log.append(f"begin load {task.weights.version} on {task.node}")
+        await self.reach(f"begin load {task.weights.version} on {task.node}")
         await beating(self.on_load(task))
         self.engines[task.node] = task.weights
         self.log.append(f"load {task.weights.version} on {task.node}")
@@ -371,7 +390,7 @@ class FakeWorld:
     @activity.defn
     async def trainer_supervise(self, task: TrainerTask) -> None:
         attached = self.gang is not None and self.gang[0] == task.gang
-        self.log.append(f"{'attach' if attached else 'start'} ranks at {task.checkpoint.version}")
+        await self.reach(f"{'attach' if attached else 'start'} ranks at {task.checkpoint.version}")
         self.gang = (task.gang, task.checkpoint.version)
         self.rank_died.clear()
         await self._report(task, gang=task.gang)
@@ -394,7 +413,7 @@ class FakeWorld:
     @activity.defn
     async def train_step(self, task: TrainTask) -> TrainOutcome:
         step = task.manifest.step
-        self.log.append(f"train {task.lineage}.{step} on {task.manifest.key}")
+        await self.reach(f"train {task.lineage}.{step} on {task.manifest.key}")
         await beating(self.training_open.wait())
         self.on_train(task)
         weights = WeightsRef(version=step + 1, path=f"/w{step + 1}", digest=f"d{step + 1}")

@@ -155,7 +155,7 @@ class EngineHost:
     # Mechanics
 
     async def _start(self, task: EngineTask, last: EngineResidency | None) -> EngineResidency:
-        node = node_spec(task.spec, self._node)
+        node = task.spec.node(self._node)
         port = free_port()
         bind = self._host if self._host in LOOPBACK else "0.0.0.0"  # noqa: S104 - other machines have to reach it
         place = Place(node, bind, port, self._state.node(self._node) / "tokens.jsonl")

@@ -182,6 +182,8 @@ class RunState(Message):
     replay: tuple[ManifestRef, ...] = ()
     paused: Pause | None = None
     stopping: Stop | None = None
+    guests: tuple[str, ...] = ()
+    """Nodes that have served the run though its file does not name them."""
     engines_wanted: bool = False
     engine_request: str = ""
     """Id of the standing request for engines; a new one after each give-back."""

@@ -149,6 +149,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(
         ("steps: 3", "steps: 3\nalgorithm: {clip_low: 0.1}", 17, "clip_low does nothing here"),
         ("steps: 3", "steps: 3\nalgorithm: {token_staleness: 1}", None, "no token that is more than 1 updates old"),
         ("tags: [rollout]", "tags: [rollout, critic]", None, "'n1' has the tag 'critic' without 'train'"),
+        ("steps: 3", "steps: 3\n  name: off_policy\npool: {nodes: any}", None, "take the tag 'rollout' from n0"),
         ("  held_out: held.jsonl", "evaluation: {every: 2}", None, "needs held-out tasks"),
     ],
 )

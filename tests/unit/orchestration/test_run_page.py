@@ -75,3 +75,10 @@ def test_it_warns_of_a_reward_that_never_differs_and_leaves_out_figures_that_a_s
 
 def test_a_page_is_never_longer_than_the_server_takes() -> None:
     assert len(page(last_failure="ü" * 30_000).encode()) <= LIMIT_BYTES
+
+
+def test_it_shows_nodes_that_help_without_being_named_by_the_run_file() -> None:
+    guest = {"e": EngineView(lease="e", epoch=1, node="n7", state="ready", version=0)}
+    shown = page(phase="training", engines=guest, guests=("n7",))
+    row = next(line for line in shown.splitlines() if "n7" in line)
+    assert "serves weights 0" in row
