@@ -18,7 +18,9 @@ from workflows.scheduling.selection import preferring
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_taking, seconds_to_next_batch, worth_switching
 from workflows.scheduling.triggers import UPDATE, RolloutFacts
 
-POLL_S = 0.05
+POLL_S, SLOW_POLL_S = 0.05, 0.5
+POLL_SHARE = 0.01
+"""Part of what a step has waited that passes until it looks again: a long wait need not be noticed as fast."""
 TIDY_S = 1.0
 """How often stale groups are dropped and ended groups are replaced while a step waits."""
 HOPELESS_BATCHES = 4
@@ -69,7 +71,7 @@ class ClaimWait:
             claim = await asyncio.to_thread(self._look)
             if claim is not None:
                 return claim
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause_s(self.waited_s))
 
     def _look(self) -> Claimed | None:
         now = time.monotonic()
@@ -190,6 +192,15 @@ class ClaimWait:
             type=kind,
             non_retryable=True,
         )
+
+
+def pause_s(waited_s: float) -> float:
+    """Until the ledger is looked at again.
+
+    >>> pause_s(1), pause_s(20), pause_s(3600)
+    (0.05, 0.2, 0.5)
+    """
+    return min(SLOW_POLL_S, max(POLL_S, POLL_SHARE * waited_s))
 
 
 def _what_happened(failure: Failure) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+from activities.claiming import pause_s
 from activities.layers import policy_for, selection_for
 from storage.ledger import Ledger, WaitingGroup
 from storage.manifests import Manifest, manifest_groups
@@ -11,16 +13,16 @@ from workflows.messages import PartInput
 
 PARTS = 4
 """Parts of a step at most: each costs a few events of history and a pass that is less well packed."""
-POLL_S = 0.1
 
 
 async def next_part(ledger: Ledger, task: PartInput) -> Manifest:
     """Wait until a part of the step's groups is complete; the caller bounds it by cancelling."""
+    began = time.monotonic()
     while True:
         part = await asyncio.to_thread(_look, ledger, task)
         if part is not None:
             return part
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause_s(time.monotonic() - began))
 
 
 def _look(ledger: Ledger, task: PartInput) -> Manifest | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -85,11 +86,12 @@ def _measured(
     written = sum(sum(session.answers) for session in sessions)
     trainers = len(pipeline.train_nodes(spec))
     computed = [float(step.metrics["tokens_in_rows"]) / trainers for step in steps]
-    fixed, slope = fit_line(computed, [float(step.metrics["seconds_step_training"]) for step in steps])
+    fixed, slope = fit_line(computed, _trained_s(trained, steps))
     policy = pipeline.policy_of(spec)
     return Measured(
         run=run,
         pipeline=spec.pipeline.name,
+        accumulates=policy.accumulates,
         staleness=policy.staleness,
         steps=len(steps),
         groups_per_step=spec.algorithm.groups_per_step,
@@ -105,13 +107,29 @@ def _measured(
         batch=max(1.0, written * token_s / busy_s),
         train_token_s=slope,
         train_fixed_s=fixed,
-        rollout_to_train_s=median(float(step.metrics.get("seconds_acquire", 0.0)) for step in steps),
-        train_to_rollout_s=_return_s(intervals),
+        rollout_to_train_s=_change_s(intervals, "generate", "train") if policy.accumulates else _acquire_s(steps),
+        train_to_rollout_s=_change_s(intervals, "train", "generate"),
     )
 
 
-def _return_s(intervals: Sequence[Interval]) -> float:
-    """Median seconds from the end of an update on a node to its next generation; 0 if it has none."""
+def _acquire_s(steps: Sequence[StepRecord]) -> float:
+    """Median seconds from a claimed batch to a gang that is ready; 0 where it always was."""
+    waits = [float(step.metrics.get("seconds_acquire", 0.0)) for step in steps]
+    return median(waits)
+
+
+def _trained_s(trained: Sequence[Interval], steps: Sequence[StepRecord]) -> list[float]:
+    """Seconds that one node computed for each step, ahead of its batch too."""
+    node = trained[0].node
+    ends = sorted(step.recorded for step in steps)
+    spent = [0.0] * len(ends)
+    for interval in (i for i in trained if i.node == node):
+        spent[min(bisect_left(ends, interval.end), len(ends) - 1)] += interval.end - interval.start
+    return spent
+
+
+def _change_s(intervals: Sequence[Interval], before_kind: str, after_kind: str) -> float:
+    """Median seconds from the end of one activity of a node to the start of the other; 0 if there is no such change."""
     by_node: dict[str, list[Interval]] = {}
     for interval in sorted(intervals, key=lambda i: i.start):
         by_node.setdefault(interval.node, []).append(interval)
@@ -119,6 +137,6 @@ def _return_s(intervals: Sequence[Interval]) -> float:
         max(0.0, after.start - before.end)
         for node in by_node.values()
         for before, after in pairwise(node)
-        if (before.kind, after.kind) == ("train", "generate")
+        if (before.kind, after.kind) == (before_kind, after_kind)
     ]
     return median(gaps) if gaps else 0.0

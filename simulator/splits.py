@@ -55,6 +55,12 @@ class Search:
     def best(self) -> int:
         return min(self.results, key=lambda count: self.results[count].wall_s)
 
+    def calmest(self, close: float) -> int:
+        """Of the splits that take at most ``close`` longer than the fastest, the one whose nodes idle least."""
+        limit = self.result.wall_s * (1 + close)
+        near = [count for count, result in self.results.items() if result.wall_s <= limit]
+        return min(near, key=lambda count: (self.results[count].idle_fraction, count))
+
     @property
     def result(self) -> Result:
         return self.results[self.best]
@@ -67,12 +73,7 @@ def search(scenario: Scenario, *, low: int | None = None, high: int | None = Non
     halving the distance around the best finds the bottom of that valley to the node; :func:`exhaustive` is the check.
     Without ``refine`` the coarse splits are all.
     """
-    size = scenario.cluster.size
-    rack = max(1, size // POOL_NODES)
-    low = low or fewest_trainers(scenario.cluster, scenario.model)
-    someone_must_roll_out = scenario.policy.trainers == "own" or scenario.policy.accumulates
-    high = high or (size - rack if someone_must_roll_out else size)
-    low = min(math.ceil(low / rack) * rack, high)
+    low, high, rack = _bounds(scenario, low, high)
     step = max(rack, (high - low) // COARSE // rack * rack)
     seen: dict[int, Result] = {}
     for count in {*range(low, high + 1, step), high}:
@@ -84,6 +85,38 @@ def search(scenario: Scenario, *, low: int | None = None, high: int | None = Non
             if low <= count <= high and count not in seen:
                 seen[count] = simulate(split(scenario, count))
     return Search(seen)
+
+
+def climb(scenario: Scenario, start: int) -> Search:
+    """Simulate splits from ``start`` on, as long as a neighbour is faster: with a good guess, a few of them."""
+    low, high, rack = _bounds(scenario, None, None)
+    at = min(high, max(low, round(start / rack) * rack))
+    seen: dict[int, Result] = {}
+    while True:
+        for count in (at, at - rack, at + rack):
+            if low <= count <= high and count not in seen:
+                seen[count] = simulate(split(scenario, count))
+        if Search(seen).best == at:
+            return Search(seen)
+        at = Search(seen).best
+
+
+def balanced(scenario: Scenario) -> int:
+    """Train nodes with which training takes as long as rollout, by the node-seconds of both in one simulation."""
+    low, high, _ = _bounds(scenario, None, None)
+    seconds = simulate(split(scenario, min(high, max(low, scenario.cluster.size // 2)))).seconds
+    train, decode = seconds.get("train", 0.0), seconds.get("decode", 0.0)
+    return round(scenario.cluster.size * train / max(1e-9, train + decode))
+
+
+def _bounds(scenario: Scenario, low: int | None, high: int | None) -> tuple[int, int, int]:
+    """Fewest and most train nodes, and how many change their role together."""
+    size = scenario.cluster.size
+    rack = max(1, size // POOL_NODES)
+    low = low or fewest_trainers(scenario.cluster, scenario.model)
+    someone_must_roll_out = scenario.policy.trainers == "own" or scenario.policy.accumulates
+    high = high or (size - rack if someone_must_roll_out else size)
+    return min(math.ceil(low / rack) * rack, high), high, rack
 
 
 def exhaustive(scenario: Scenario, low: int, high: int) -> Search:

@@ -45,6 +45,7 @@ class Measured(BaseModel):
     trace: int = VERSION
     run: str
     pipeline: str
+    accumulates: bool = False
     staleness: int
     steps: int
     groups_per_step: int

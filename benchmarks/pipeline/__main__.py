@@ -19,7 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.pipeline.calibration import calibrate
-from benchmarks.pipeline.simulated import PRESETS, SIZES, Cell, cohort_error, measure, shares_of, speed
+from benchmarks.pipeline.cells import cell
+from benchmarks.pipeline.simulated import PRESETS, SIZES, Cell, cohort_error, shares_of, speed
 from simulator.cohorts import EXACT
 
 PLAIN = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
@@ -30,10 +31,10 @@ def simulated(names: Sequence[str], sizes: Sequence[int], processes: int) -> lis
     cells: list[Cell] = []
     with ProcessPoolExecutor(processes) as pool:
         for nodes in sorted(sizes):
-            found = pool.map(measure, names, [nodes] * len(names), [shares_of(cells, name) for name in names])
-            for cell in found:
-                cells.append(cell)
-                print(f"{cell.text()}\nsimulated in {cell.seconds:.0f} s\n", flush=True)
+            found = pool.map(cell, names, [nodes] * len(names), [shares_of(cells, name) for name in names])
+            for one in found:
+                cells.append(one)
+                print(f"{one.text()}\nsimulated in {one.seconds:.0f} s\n", flush=True)
     return cells
 
 
@@ -56,9 +57,9 @@ def headline(cells: Sequence[Cell], measured: dict[str, Any]) -> dict[str, Any]:
         "bench": "pipeline",
         "live": runs or None,
         "live_gain_vs_best_static": None if gain is None else round(gain, 4),
-        "sim": {cell.key: cell.figures() for cell in cells},
-        "sim_gain_vs_best_static": {cell.key: cell.gains for cell in cells},
-        "sim_ratio_vs_sync_colocated": {cell.key: round(cell.ratio, 3) for cell in cells},
+        "sim": {one.key: one.figures() for one in cells},
+        "sim_gain_vs_best_static": {one.key: one.gains for one in cells},
+        "sim_ratio_vs_sync_colocated": {one.key: round(one.ratio, 3) for one in cells},
         "calibration_error": measured.get("calibration_error"),
         "preempt_ms_p50": measured.get("preempt_ms_p50"),
     }
@@ -78,9 +79,9 @@ def main() -> None:
     if not given.live_only:
         sizes = [int(size) for size in given.sizes.split(",")]
         cells = simulated(given.presets.split(","), sizes, given.processes)
-        for cell in cells:
-            if cell.nodes == EXACT:
-                print(f"{cell.key}: by cohorts instead, the wall clock differs by at most {cohort_error(cell):.1%}")
+        for one in cells:
+            if one.nodes == EXACT:
+                print(f"{one.key}: by cohorts instead, the wall clock differs by at most {cohort_error(one):.1%}")
         if max(sizes) > EXACT:
             print(f"{max(sizes)} nodes x 100 steps, multiplexed: simulated in {speed(max(sizes)):.0f} s\n")
     print(json.dumps(headline(cells, measured)))

@@ -1,4 +1,4 @@
-"""How well a simulation of the live runs agrees with them: sessions and rates from their own records, nothing else."""
+"""How well a simulation predicts live runs that it was not fitted to: all it knows is the record of another one."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ from typing import Any
 
 from cli import stack
 from cli.trace import export
+from simulator.lending import Hysteresis, JustInTime
 from simulator.run import Scenario, simulate
-from simulator.trace import Trace
+from simulator.trace import Measured, Trace
 from workers.cluster import StateFolder
 from workflows.scheduling.pipeline import policy
 from workflows.spec import PipelineSpec
 
+FITTED = "multiplexed"
+"""The run whose record is used: it has engines on all nodes, updates and changes of role."""
 ON_POLICY = ("colocated", "disaggregated", "micro_batch")
 
 
-def replayed(trace: Trace) -> Scenario:
-    """The run that the trace is of, to be simulated: its groups in their order on its nodes."""
-    seen = trace.measured
-    bound = None if seen.pipeline in ON_POLICY else seen.staleness
-    spec = PipelineSpec.model_validate({"name": seen.pipeline, "steps": seen.steps, "max_staleness": bound})
+def replayed(trace: Trace, like: Measured | None = None) -> Scenario:
+    """The run that the trace is of, to be simulated: its groups in their order on its nodes. ``like``: another run,
+    whose pipeline and number of steps are taken instead."""
+    seen, asked = trace.measured, like or trace.measured
+    bound = None if asked.pipeline in ON_POLICY else asked.staleness
+    spec = {"name": asked.pipeline, "steps": asked.steps, "max_staleness": bound, "accumulate": asked.accumulates}
     return Scenario(
-        policy=policy(spec, seen.groups_per_step),
+        policy=policy(PipelineSpec.model_validate(spec), seen.groups_per_step),
         cluster=seen.cluster(),
         model=seen.model_cost,
         workload=trace.workload,
         group_size=seen.group_size,
         target_in_flight=seen.target_in_flight,
+        lending=JustInTime if asked.accumulates else Hysteresis,
     )
 
 
-def compare(trace: Trace) -> tuple[float, float]:
-    """Wall seconds of the run: simulated, live."""
-    return simulate(replayed(trace)).wall_s, trace.measured.wall_s
+def predicted(trace: Trace, like: Measured | None = None) -> float:
+    """Wall seconds of a run as simulated from a trace."""
+    return simulate(replayed(trace, like)).wall_s
 
 
 def calibrate(live: dict[str, Any]) -> float | None:
-    """Mean relative error over the live runs, each simulated with what was measured in all of them together.
+    """Mean relative error with which the record of :data:`FITTED` predicts the wall clock of the other live runs.
 
-    ``live``: the result of ``run_live``. Sessions are each run's own; rates are means over the runs, so no run is
-    explained by its own speed alone. None if no run is recorded.
+    ``live``: the result of ``run_live``. None if it holds no other run.
     """
     record = live.get("record")
-    if not record:
+    if not record or FITTED not in record["runs"]:
         return None
     state = StateFolder(Path(record["state"]))
     stack.up(state, None, say=lambda line: None)  # the object store has the shards
@@ -52,17 +56,21 @@ def calibrate(live: dict[str, Any]) -> float | None:
         traces = {name: export(state, run) for name, run in record["runs"].items()}
     finally:
         stack.down(state)
-    rates = {
-        key: fmean(getattr(trace.measured, key) for trace in traces.values()) for key in ("token_s", "train_token_s")
-    }
-    errors = []
+    return compare(traces)
+
+
+def compare(traces: dict[str, Trace]) -> float | None:
+    """Print predictions beside what was measured; the mean relative error of those that were not fitted."""
+    fitted, errors = traces[FITTED], []
     for name, trace in traces.items():
-        own, wall_s = compare(trace)
-        shared, _ = compare(trace.model_copy(update={"measured": trace.measured.model_copy(update=rates)}))
-        errors.append(abs(shared / wall_s - 1))
+        wall_s = trace.measured.wall_s
+        from_other, own = predicted(fitted, trace.measured), predicted(trace)
+        if name != FITTED:
+            errors.append(abs(from_other / wall_s - 1))
+        said = "its own record" if name == FITTED else f"the record of {FITTED}"
         print(
-            f"{name}: live {wall_s:.1f} s, simulated {shared:.1f} s ({shared / wall_s - 1:+.1%}); "
-            f"with the run's own rates {own:.1f} s ({own / wall_s - 1:+.1%})"
+            f"{name}: live {wall_s:.1f} s; simulated from {said} {from_other:.1f} s ({from_other / wall_s - 1:+.1%}), "
+            f"from its own {own:.1f} s ({own / wall_s - 1:+.1%})"
         )
     print()
-    return round(fmean(errors), 4)
+    return round(fmean(errors), 4) if errors else None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.contrib.pydantic import pydantic_data_converter
 
@@ -28,6 +29,7 @@ from benchmarks.pipeline.live_figures import figures, p50, preemptions_ms
 from benchmarks.pipeline.live_model import CONTEXT
 from cli import stack
 from cli.runs import Runs
+from cli.stack import StackStatus
 from storage.errors import DeadlineError, SeamlessFlowError
 from storage.ledger import Ledger
 from workers.cluster import StateFolder
@@ -43,15 +45,15 @@ class LiveSettings:
     """One bench."""
 
     pipelines: tuple[str, ...] = PIPELINES
-    steps: int = 8
-    groups_per_step: int = 8
+    steps: int = 4
+    groups_per_step: int = 16
     group_size: int = 8
-    target_in_flight: int = 48
-    median_tokens: float = 120.0
-    sigma: float = 0.9
+    target_in_flight: int = 64
+    median_tokens: float = 260.0
+    sigma: float = 0.8
     median_pause_s: float = 0.15
     cores: tuple[int, int] = (0, 1)
-    time_limit_s: float = 400.0
+    time_limit_s: float = 900.0
     """Of one pipeline."""
     seed: int = 0
     state: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bench-pipeline-")))
@@ -96,6 +98,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
             "trainer": {"learning_rate": 1e-5},
             "pipeline": {
                 "name": name,
+                "accumulate": name in ("micro_batch", "multiplexed"),
                 "steps": settings.steps,
                 "target_in_flight": settings.target_in_flight,
                 "batch_time_limit_s": settings.time_limit_s,
@@ -122,17 +125,33 @@ async def _all(settings: LiveSettings, state: StateFolder, specs: Sequence[RunSp
     result: dict[str, Any] = {}
     preempted: list[float] = []
     for spec in specs:
+        before, began = control_cpu_s(state), time.monotonic()
         await _one(settings, runs, spec)
+        cpu, took = control_cpu_s(state), time.monotonic() - began
         ledger = await asyncio.to_thread(Ledger, cluster.ledger_url)
         try:
             nodes = [node.id for node in spec.nodes]
-            result[spec.pipeline.name] = figures(ledger.intervals(spec.run), ledger.steps(spec.run), nodes)
+            found = figures(ledger.intervals(spec.run), ledger.steps(spec.run), nodes)
+            cores = {name: round((cpu[name] - before.get(name, 0.0)) / took, 3) for name in cpu}
+            result[spec.pipeline.name] = {**found, "control_cores": cores}
         finally:
             ledger.close()
         preempted += await preemptions_ms(client, spec.run)
         _say(f"{spec.pipeline.name}: {json.dumps(result[spec.pipeline.name])}")
     record = {"state": str(state.root), "runs": {spec.pipeline.name: spec.run for spec in specs}}
     return {**result, "preempt_ms_p50": p50(preempted), "preemptions": len(preempted), "record": record}
+
+
+def control_cpu_s(state: StateFolder) -> dict[str, float]:
+    """CPU seconds of each control process so far; engines and trainers, which nodes start, are not among them."""
+    status = StackStatus.read(state)
+    found: dict[str, float] = {}
+    for name, service in (status.services if status else {}).items():
+        if service.process is not None and service.process.alive():
+            times = psutil.Process(service.process.pid).cpu_times()
+            ended = 0.0 if name.startswith("node-") else times.children_user + times.children_system
+            found[name] = times.user + times.system + ended
+    return found
 
 
 async def _one(settings: LiveSettings, runs: Runs, spec: RunSpec) -> None:
@@ -149,15 +168,19 @@ async def _one(settings: LiveSettings, runs: Runs, spec: RunSpec) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """A line a pipeline."""
-    lines = [f"{'pipeline':<14} {'idle':>7} {'tokens/s':>9} {'wall s':>7} {'stale':>6} {'train s':>8}  idle by node"]
+    lines = [
+        f"{'pipeline':<14} {'idle':>7} {'tokens/s':>9} {'wall s':>7} {'stale':>6} {'train s':>8} {'control':>8}  "
+        "idle by node"
+    ]
     for name in PIPELINES:
         if name in result:
             f = result[name]
             nodes = ", ".join(f"{n} {v:.1%} (switching {f['switching_s'][n]} s)" for n, v in f["idle_by_node"].items())
             lines.append(
                 f"{name:<14} {f['idle_fraction']:>7.1%} {f['tokens_per_s']:>9} {f['wall_s']:>7} "
-                f"{f['staleness_mean']:>6.2f} {f['train_s']:>8}  {nodes}"
+                f"{f['staleness_mean']:>6.2f} {f['train_s']:>8} {sum(f['control_cores'].values()):>8.2f}  {nodes}"
             )
+    lines.append("control: cores that the control processes kept busy; they are not pinned and share the nodes' cores")
     return "\n".join([*lines, f"pre-empt signal to engine stopped, p50: {result['preempt_ms_p50']} ms"])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-MAX_TOKENS = 480
+MAX_TOKENS = 560
 """Longest answer; the model's context holds two of them and the questions."""
 
 

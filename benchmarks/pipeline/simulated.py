@@ -9,11 +9,11 @@ from typing import Any
 
 from simulator.advice import Choice, table
 from simulator.cohorts import EXACT, shrunk
-from simulator.lending import LENDING, PEERS, Hysteresis
+from simulator.lending import LENDING, PEERS, Hysteresis, JustInTime
 from simulator.measure import Result
 from simulator.presets import preset
 from simulator.run import Scenario, simulate
-from simulator.splits import search, split
+from simulator.splits import balanced, climb, search, split
 from workflows.scheduling.pipeline import policy
 from workflows.spec import PipelineSpec
 
@@ -24,16 +24,25 @@ PRESETS = (
 SIZES = (4, 32, 64, 1024, 10_000)
 STALENESS = 1
 ENDLESS = 100_000
-SEARCH_STEPS, STEPS, DRIFT_STEPS = 3, 6, 10
-SEARCHED = 64
-"""Nodes up to which splits are searched; above, shares of train nodes are those found at this size."""
+WARM_UP, STEPS = 2, 4
+"""Updates before the measured time, in which a run fills, and those that are measured."""
+SEARCH_WARM_UP, SEARCH_STEPS = 1, 2
+LARGE_WARM_UP, LARGE_STEPS = 1, 1
+"""The same from more than :data:`SEARCHED` nodes up to those that are simulated one by one: each takes a minute."""
+DRIFT_STEPS, DRIFT_PACE = 10, 20
+"""Drifting lengths need a long run: of so many steps one is simulated, with the drift of all of them."""
+EXPLORED, SEARCHED = 32, 64
+"""Nodes up to which splits are searched from nothing, and around the shares of the smaller size; above, the shares are
+those found there."""
+CLOSE = 0.02
+"""Of our splits that are so near to the fastest, the one with the least idle time is shown."""
 
 STATIC = ("disaggregated", "micro_batch", "off_policy", "off_policy+parts")
-"""Fixed roles. The last one is no pipeline of its own: off-policy filling that also accumulates gradients as groups
-complete, which is the strongest that fixed roles can do."""
+"""Fixed roles. The last one is off-policy filling that accumulates gradients as groups complete, too: the strongest
+that fixed roles can do."""
 ON_POLICY = ("disaggregated", "micro_batch")
-LENT = ("multiplexed", "multiplexed+parts")
-"""The last one accumulates too, and calls its train nodes as early as they need not wait."""
+OURS = "multiplexed"
+"""It accumulates, and calls its train nodes as early as they need not wait."""
 EQUAL_STALENESS = ("off_policy", "off_policy+parts")
 
 
@@ -62,19 +71,19 @@ class Cell:
     def gains(self) -> dict[str, float]:
         """In wall clock, at equal staleness, against the best static split; below 0 it loses.
 
-        ``alike``: the multiplexed pipeline against off-policy filling, the same pipeline but for fixed roles.
-        ``strongest``: the best of ours against the best of theirs, both with and without accumulation.
+        ``filling``: against off-policy filling, which trains whole batches. ``strongest``: against the faster of that
+        and off-policy filling that accumulates as ours does.
         """
-        ours = min(self.wall(name) for name in LENT if name in self.choices)
+        ours = self.wall(OURS)
         return {
-            "alike": round(1 - self.wall("multiplexed") / self.wall("off_policy"), 4),
+            "filling": round(1 - ours / self.wall("off_policy"), 4),
             "strongest": round(1 - ours / self.wall(self.best_static), 4),
         }
 
     @property
     def ratio(self) -> float:
         """Speed-up over synchronous colocated training."""
-        return self.wall("colocated") / self.wall("multiplexed")
+        return self.wall("colocated") / self.wall(OURS)
 
     def figures(self) -> dict[str, dict[str, float]]:
         best = self.wall(self.best_static)
@@ -94,56 +103,78 @@ class Cell:
             f"{self.key}: {preset(self.name).about}\n{table(self.choices)}\n"
             f"best static split: {self.best_static} with {self.choices[self.best_static].trainers} train nodes, idle "
             f"{self.choices[self.best_static].result.idle_fraction:.1%}, which bounds what anybody can gain on it\n"
-            f"multiplexed against off_policy at its best split: {gains['alike']:+.1%}; the best of ours against the "
-            f"best static split: {gains['strongest']:+.1%}; against synchronous colocated: {self.ratio:.2f}x\n"
+            f"multiplexed against off_policy at its best split: {gains['filling']:+.1%}; against the best static "
+            f"split: {gains['strongest']:+.1%}; against synchronous colocated: {self.ratio:.2f}x\n"
             f"regret against the best static split: {', '.join(regrets)}"
         )
 
 
 def scenario(name: str, nodes: int, variant: str) -> Scenario:
     """One variant of a pipeline on a preset; staleness is the same for all that are off policy."""
-    given = preset(name)
-    base, _, parts = variant.partition("+")
-    lending: Callable[..., Any] = LENDING["just-in-time"] if parts and base == "multiplexed" else Hysteresis
-    if variant in PEERS:
-        base, parts, lending = "multiplexed", "parts" if variant != "pearl" else "", LENDING[variant]
-    bound = STALENESS if base in ("off_policy", "multiplexed") else None
-    chosen = policy(PipelineSpec.model_validate({"name": base, "steps": ENDLESS, "max_staleness": bound}), 1)
-    chosen = replace(chosen, groups_per_step=given.groups(nodes), accumulates=chosen.accumulates or bool(parts))
-    return Scenario(chosen, given.cluster(nodes), given.model_cost, given.workload, given.group_size, lending=lending)
+    given, base = preset(name), variant.partition("+")[0]
+    accumulate = variant in ("off_policy+parts", OURS, *PEERS) and variant != "pearl"
+    lending: Callable[..., Any] = JustInTime if variant == OURS else LENDING.get(variant, Hysteresis)
+    base = OURS if variant in PEERS else base
+    bound = STALENESS if base in ("off_policy", OURS) else None
+    spec = {"name": base, "steps": ENDLESS, "max_staleness": bound, "accumulate": accumulate}
+    chosen = policy(PipelineSpec.model_validate(spec), given.groups(nodes))
+    work = given.workload
+    if work.drift_per_100_steps != 1:
+        work = work.model_copy(update={"drift_per_100_steps": work.drift_per_100_steps**DRIFT_PACE})
+    return Scenario(chosen, given.cluster(nodes), given.model_cost, work, given.group_size, lending=lending)
 
 
 def measure(name: str, nodes: int, shares: dict[str, float]) -> Cell:
     """Run one cell. ``shares``: of train nodes by variant, where they are known from a smaller size."""
     began = time.perf_counter()
-    steps = 2 if SEARCHED < nodes <= EXACT else DRIFT_STEPS if name.startswith("drift") else STEPS
-    choices = {"colocated": Choice(nodes, _final(scenario(name, nodes, "colocated"), nodes, steps))}
-    variants: tuple[str, ...] = (*STATIC, *LENT)
-    if SEARCHED < nodes <= EXACT:  # each takes a minute
-        variants = ("off_policy", "off_policy+parts", "multiplexed")
-    for variant in variants:
-        asked = scenario(name, nodes, variant)
-        if nodes <= SEARCHED:
-            refine = variant not in ON_POLICY  # they lose by far; their best split need not be known to the node
-            count = search(replace(asked, stop_after=SEARCH_STEPS), refine=refine).best
-        else:
-            count = max(1, round(shares.get(variant, 0.5) * nodes))
-        choices[variant] = _choice(asked, count, steps)
-    if nodes <= SEARCHED:
-        for peer in PEERS:
-            tried = {choices[other].trainers for other in ("off_policy", "multiplexed+parts")}
-            options = [_choice(scenario(name, nodes, peer), count, steps) for count in sorted(tried)]
-            choices[peer] = min(options, key=lambda choice: choice.result.wall_s)
+    choices = {"colocated": Choice(nodes, _final(scenario(name, nodes, "colocated"), nodes))}
+    for variant in variants(nodes):
+        choices[variant] = _choice(scenario(name, nodes, variant), _trainers(name, nodes, variant, shares))
+    for peer in PEERS if nodes <= EXPLORED else ():
+        tried = {choices[other].trainers for other in ("off_policy", OURS)}
+        options = [_choice(scenario(name, nodes, peer), count) for count in sorted(tried)]
+        choices[peer] = min(options, key=lambda choice: choice.result.wall_s)
     return Cell(name, nodes, choices, time.perf_counter() - began)
 
 
-def _choice(asked: Scenario, count: int, steps: int) -> Choice:
-    result = _final(asked, count, steps)
+def variants(nodes: int) -> tuple[str, ...]:
+    """What is compared at a size, beside colocated."""
+    return (*EQUAL_STALENESS, OURS) if SEARCHED < nodes <= EXACT else (*STATIC, OURS)
+
+
+def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float]) -> int:
+    """How many nodes train: searched, or by the share that a search at a smaller size has found."""
+    known = max(1, round(shares[variant] * nodes)) if variant in shares else None
+    if known is not None and (nodes > SEARCHED or variant in ON_POLICY):
+        return known
+    asked = _briefly(scenario(name, nodes, variant))
+    if variant in ON_POLICY:  # they lose by far; their best split need not be known to the node
+        return search(asked, refine=False).best
+    found = climb(asked, known or balanced(asked))
+    return found.calmest(CLOSE) if variant == OURS else found.best
+
+
+def _briefly(asked: Scenario) -> Scenario:
+    warm_up, steps = _length(asked)
+    if asked.workload.drift_per_100_steps == 1:
+        warm_up, steps = SEARCH_WARM_UP, SEARCH_STEPS
+    return replace(asked, warm_up=warm_up, stop_after=warm_up + steps)
+
+
+def _length(asked: Scenario) -> tuple[int, int]:
+    if SEARCHED < asked.cluster.size <= EXACT:
+        return LARGE_WARM_UP, LARGE_STEPS
+    return WARM_UP, STEPS if asked.workload.drift_per_100_steps == 1 else DRIFT_STEPS
+
+
+def _choice(asked: Scenario, count: int) -> Choice:
+    result = _final(asked, count)
     return Choice(max(1, round(count / result.stands_for)), result)
 
 
-def _final(asked: Scenario, count: int, steps: int) -> Result:
-    tagged = replace(split(asked, count), stop_after=steps)
+def _final(asked: Scenario, count: int) -> Result:
+    warm_up, steps = _length(asked)
+    tagged = replace(split(asked, count), warm_up=warm_up, stop_after=warm_up + steps)
     return simulate(tagged if asked.cluster.size <= EXACT else shrunk(tagged))
 
 
@@ -152,7 +183,7 @@ def cohort_error(cell: Cell) -> float:
     worst = 0.0
     for variant, choice in cell.choices.items():
         tagged = split(scenario(cell.name, cell.nodes, variant), choice.trainers)
-        again = simulate(shrunk(replace(tagged, stop_after=len(choice.result.steps))))
+        again = simulate(shrunk(replace(tagged, warm_up=LARGE_WARM_UP, stop_after=LARGE_WARM_UP + LARGE_STEPS)))
         worst = max(worst, abs(again.wall_s / choice.result.wall_s - 1))
     return worst
 
@@ -160,7 +191,7 @@ def cohort_error(cell: Cell) -> float:
 def speed(nodes: int = 10_000, steps: int = 100) -> float:
     """Seconds that the simulation of so many nodes takes."""
     began = time.perf_counter()
-    tagged = split(scenario("math-20k-thinking", nodes, "multiplexed"), nodes // 3)
+    tagged = split(scenario("math-20k-thinking", nodes, OURS), nodes // 3)
     simulate(shrunk(replace(tagged, stop_after=steps)))
     return time.perf_counter() - began
 

@@ -12,7 +12,7 @@ from simulator.cluster import Cluster, Costs, NodeKind
 from simulator.cohorts import error, shrunk
 from simulator.lending import LENDING, PEERS
 from simulator.run import simulate
-from simulator.splits import exhaustive, fewest_trainers, search, with_trainers
+from simulator.splits import balanced, climb, exhaustive, fewest_trainers, search, with_trainers
 from workflows.scheduling.devices import DEVICES
 
 
@@ -21,6 +21,21 @@ def test_the_search_finds_what_trying_every_split_finds() -> None:
     found, all_of_them = search(asked), exhaustive(asked, 2, 19)
     assert found.result.wall_s == pytest.approx(all_of_them.result.wall_s, rel=0.02)
     assert len(found.results) < 18
+
+
+def test_a_climb_from_a_good_guess_finds_it_with_fewer_simulations() -> None:
+    asked = scenario("off_policy", nodes=20, groups=40, stop_after=4)
+    found = climb(asked, balanced(asked))
+    assert found.result.wall_s == pytest.approx(search(asked).result.wall_s, rel=0.02)
+    assert len(found.results) < len(search(asked).results)
+
+
+def test_of_splits_that_are_as_fast_the_one_that_idles_least_is_the_calmest() -> None:
+    found = exhaustive(scenario("multiplexed", nodes=8, groups=16, stop_after=3), 2, 6)
+    calmest = found.results[found.calmest(0.05)]
+    near = [result for result in found.results.values() if result.wall_s <= 1.05 * found.result.wall_s]
+    assert calmest.idle_fraction == min(result.idle_fraction for result in near)
+    assert found.calmest(0.0) == found.best
 
 
 def test_compute_trains_and_bandwidth_rolls_out() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.pipeline.calibration import compare, replayed
+from benchmarks.pipeline.calibration import compare, predicted, replayed
 from simulator.run import simulate
 from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_line, fit_token_s, lines_of, read_trace
 from storage.errors import ConfigError
@@ -88,11 +88,19 @@ def test_a_trace_is_read_as_it_was_written_and_holds_no_text(tmp_path: Path) -> 
 
 
 def test_replaying_a_trace_trains_each_recorded_sample_once() -> None:
-    simulated_s, live_s = compare(trace())
     result = simulate(replayed(trace()))
     assert result.trained == 3 * 4 * 4
-    assert simulated_s == result.wall_s
-    assert live_s == 30.0
+    assert predicted(trace()) == result.wall_s
+
+
+def test_a_run_is_predicted_from_the_record_of_another_one() -> None:
+    seen = trace()
+    other = seen.measured.model_copy(update={"pipeline": "colocated", "staleness": 0, "steps": 2, "wall_s": 10.0})
+    told = replayed(seen, other)
+    assert (told.policy.name, told.policy.steps, told.policy.staleness) == ("colocated", 2, 0)
+    assert told.cluster == replayed(seen).cluster, "rates and costs are those of the record"
+    error = compare({"multiplexed": seen, "colocated": seen.model_copy(update={"measured": other})})
+    assert error == round(abs(predicted(seen, other) / 10.0 - 1), 4), "what was fitted does not count"
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"trace": 1}\n{}'])
