@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ from storage.group_commit import DEADLINE_S, Commit, GroupCommit
 
 CLOSED = "closed"
 """Kind of the record that ends a session."""
+_SEVERAL = "several"
+"""Kind of a row that holds the records of one append, since a row costs more than what is in it. Its data is
+``[[kind, data, number of ids or null, whether they have log-probs], ...]``, its ids and log-probs are theirs joined."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,7 +54,7 @@ class Removed:
 
 
 class Row(NamedTuple):
-    """A record as the databases hold it."""
+    """Records of one session as the databases hold them."""
 
     session: str
     kind: str
@@ -116,7 +120,7 @@ class Journal(ABC):
             StorageError: they are not in the journal (disk full, ...), none of them.
             DeadlineError: ``deadline_s`` went by; they may get there yet.
         """
-        rows = [_encode(record) for record in records]
+        rows = _rows(records)
         size = 0
         for row in rows:
             size += len(row.data) + 4 * (row.n_ids + row.n_sampled)
@@ -177,12 +181,44 @@ def fenced(session: str, epoch: int | None) -> FencedError:
     return FencedError(f"session {session} was taken by another proxy: epoch {epoch} may not write to it any more")
 
 
-def record(session: str, kind: str, data: bytes, ids: bytes | None, logprobs: bytes | None) -> JournalRecord:
-    """A record as it was appended."""
-    return JournalRecord(session, kind, orjson.loads(data), _array(ids, np.int32), _array(logprobs, np.float32))
+def records(session: str, kind: str, data: bytes, ids: bytes | None, logprobs: bytes | None) -> list[JournalRecord]:
+    """A row's records as they were appended."""
+    all_ids, all_logprobs = _array(ids, np.int32), _array(logprobs, np.float32)
+    if kind != _SEVERAL:
+        return [JournalRecord(session, kind, orjson.loads(data), all_ids, all_logprobs)]
+    found, at, sampled_at = [], 0, 0
+    for one, about, count, sampled in orjson.loads(data):
+        mine = None if count is None or all_ids is None else all_ids[at : at + count]
+        theirs = all_logprobs[sampled_at : sampled_at + count] if sampled and all_logprobs is not None else None
+        at, sampled_at = at + (count or 0), sampled_at + (count if sampled else 0)
+        found.append(JournalRecord(session, one, about, mine, theirs))
+    return found
 
 
-def _encode(record: JournalRecord) -> Row:
+def _rows(records: Sequence[JournalRecord]) -> list[Row]:
+    """One row for neighbours of one session; what ends a session has its own."""
+    rows = []
+    for (session, closing), group in groupby(records, lambda record: (record.session, record.kind == CLOSED)):
+        neighbours = list(group)
+        rows += [_row(session, [record]) for record in neighbours] if closing else [_row(session, neighbours)]
+    return rows
+
+
+def _row(session: str, records: Sequence[JournalRecord]) -> Row:
+    ids = [record.ids for record in records if record.ids is not None]
+    logprobs = [record.logprobs for record in records if record.logprobs is not None]
+    for record in records:
+        _check(record)
+    if len(records) == 1:
+        kind, data = records[0].kind, orjson.dumps(records[0].data)
+    else:
+        about = [(r.kind, r.data, None if r.ids is None else len(r.ids), r.logprobs is not None) for r in records]
+        kind, data = _SEVERAL, orjson.dumps(about)
+    return Row(session, kind, sum(map(len, ids)), sum(map(len, logprobs)), data, _joined(ids), _joined(logprobs))
+
+
+def _check(record: JournalRecord) -> None:
+    """Raises StorageError."""
     ids, logprobs = record.ids, record.logprobs
     if ids is not None and ids.dtype != np.int32:
         raise StorageError(f"journal record {record.kind!r} of {record.session}: ids are {ids.dtype}, must be int32")
@@ -191,15 +227,10 @@ def _encode(record: JournalRecord) -> Row:
             f"journal record {record.kind!r} of {record.session}: log-probs are {logprobs.dtype}{logprobs.shape}, "
             f"must be float32, one for each id"
         )
-    return Row(
-        record.session,
-        record.kind,
-        0 if ids is None else len(ids),
-        0 if logprobs is None else len(logprobs),
-        orjson.dumps(record.data),
-        None if ids is None else ids.tobytes(),
-        None if logprobs is None else logprobs.tobytes(),
-    )
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> bytes | None:
+    return b"".join([array.tobytes() for array in arrays]) if arrays else None
 
 
 def _array(data: bytes | None, dtype: Any) -> npt.NDArray[Any] | None:

@@ -34,7 +34,7 @@ from storage.journals.base import (
     TokenCounts,
     Work,
     fenced,
-    record,
+    records,
 )
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class PostgresJournal(Journal):
             "SELECT kind, data, ids, logprobs FROM journal_records"
             " WHERE session = (SELECT id FROM journal_sessions WHERE session = %s) ORDER BY seq"
         )
-        return [record(session, *row) for row in self._select(query, session)]
+        return [record for row in self._select(query, session) for record in records(session, *row)]
 
     def open_sessions(self) -> list[str]:
         return [row[0] for row in self._select("SELECT session FROM journal_sessions WHERE NOT closed ORDER BY id")]

@@ -31,7 +31,7 @@ from storage.journals.base import (
     TokenCounts,
     Work,
     fenced,
-    record,
+    records,
 )
 
 CHECKPOINT_BYTES = 16 * 1024 * 1024
@@ -98,7 +98,7 @@ class SqliteJournal(Journal):
             "SELECT kind, data, ids, logprobs FROM records"
             " WHERE session = (SELECT id FROM sessions WHERE session = ?) ORDER BY seq"
         )
-        return [record(session, *row) for row in self._select(query, session)]
+        return [record for row in self._select(query, session) for record in records(session, *row)]
 
     def open_sessions(self) -> list[str]:
         return [row[0] for row in self._select("SELECT session FROM sessions WHERE closed = 0 ORDER BY id")]
