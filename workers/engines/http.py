@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Protocol
 
 import aiohttp
@@ -62,7 +62,7 @@ class Reader(Protocol):
     seen: int
     finished: bool
 
-    def read_all(self, payloads: Iterable[bytes]) -> Iterator[Chunk]: ...
+    def read_all(self, payloads: Sequence[bytes]) -> Iterator[Chunk]: ...
 
 
 class HttpEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ class VllmStreamReader(StreamReader):
         self.finished = finish is not None
         return Chunk(ids, logprobs, None, self._versions(choice) if finish else None, finish, tops)
 
-    def read_all(self, payloads: Iterable[bytes]) -> Iterator[Chunk]:
+    def read_all(self, payloads: Sequence[bytes]) -> Iterator[Chunk]:
         return map(self.read, payloads)
 
     def _choice(self, payload: bytes) -> dict[str, Any]:
