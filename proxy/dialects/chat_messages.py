@@ -16,7 +16,7 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     """``messages`` of a request: unknown keys (clients add their own) are left out, unknown content is refused."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
-    messages = [_message(entry, f"messages[{index}]") for index, entry in enumerate(value)]
+    messages = [_message(value, index) for index in range(len(value))]
     if any(message.role == "tool" for message in messages):
         messages = _in_call_order(messages, value)
     return tuple(messages)
@@ -56,20 +56,24 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(value)
 
 
-def _message(entry: Any, where: str) -> Message:
+def _message(entries: list[Any], index: int) -> Message:
+    entry = entries[index]
     if not isinstance(entry, dict):
-        raise InvalidRequest(f"{where} must be an object", param=where)
-    role = entry.get("role")
+        raise InvalidRequest(f"messages[{index}] must be an object", param=f"messages[{index}]")
+    role, content = entry.get("role"), entry.get("content")
+    if role in ("user", "assistant") and type(content) is str and len(entry) == 2:
+        return Message(role, content)
+    where = f"messages[{index}]"
     if role not in _ROLES:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role")
     if entry.get("function_call"):
         raise UnsupportedParameter(f"{where}.function_call is not supported: use tool_calls", param=where)
-    content = _text(entry.get("content"), f"{where}.content")
+    text = _text(content, f"{where}.content")
     if role in ("system", "developer"):
-        role, content = "system", without_billing(content)  # chat templates know one role for instructions
+        role, text = "system", without_billing(text)  # chat templates know one role for instructions
     return Message(
         role,
-        content,
+        text,
         _reasoning(entry, where),
         _calls(entry.get("tool_calls"), f"{where}.tool_calls"),
         entry["name"] if isinstance(entry.get("name"), str) else "",

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
+_PREFIX = 8
+"""Tokens that are enough to know the text of the next one by: more than the longest character has."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -26,23 +29,26 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """Text that became certain with ``ids``; empty while a character is incomplete."""
         self._ids.extend(ids)
-        before = self._decode(self._ids[self._prefix : self._shown])
-        after = self._decode(self._ids[self._prefix :])
+        before, after = self._texts()
         if len(after) <= len(before) or after.endswith(_INCOMPLETE):
             return ""
-        self._prefix, self._shown = self._shown, len(self._ids)
+        self._prefix, self._shown = max(self._shown, len(self._ids) - _PREFIX), len(self._ids)
         return after[len(before) :]
 
     def flush(self) -> str:
         """Rest at the end of the generation; an incomplete character becomes one U+FFFD."""
         if self._shown == len(self._ids):
             return ""
-        before = self._decode(self._ids[self._prefix : self._shown])
-        after = self._decode(self._ids[self._prefix :])
+        before, after = self._texts()
         self._prefix = self._shown = len(self._ids)
         rest = after[len(before) :]
         stripped = rest.rstrip(_INCOMPLETE)
         return rest if stripped == rest else stripped + _INCOMPLETE
+
+    def _texts(self) -> tuple[str, str]:
+        """Of the tokens from the prefix on: the text that was shown, and all of it."""
+        before = self._decode(self._ids[self._prefix : self._shown]) if self._shown > self._prefix else ""
+        return before, self._decode(self._ids[self._prefix :])
 
 
 class StopScanner:

@@ -78,6 +78,8 @@ class Renderer:
         self._readings: dict[tuple[str, str, str, str], Reading] = {}
         self.family = self._detect()
         """What ``auto`` means for this model."""
+        self._tools_behind = True
+        self._tools_behind = self._show_tools_behind()
         self.continuation_refusal = self._prove()
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None, *, thinking: bool | None = None) -> Ids:
@@ -144,6 +146,7 @@ class Renderer:
 
     def _behind(self, stand_in: Message, new: Sequence[Message], tools: Tools | None, thinking: bool | None) -> str:
         """What the template puts behind the end of an answer, found by rendering a short stand-in conversation."""
+        tools = tools if self._tools_behind else None  # their JSON costs more than all the rest
         return self._cut(self.text([Message("user", "x"), stand_in, *new], tools, prompt=True, thinking=thinking))
 
     def _cut(self, text: str) -> str:
@@ -155,6 +158,21 @@ class Renderer:
                 "the model's chat template leaves out the assistant's answer or its end", param="messages"
             )
         return text[end + len(self.eos_text) :]
+
+    def _show_tools_behind(self) -> bool:
+        """Whether what the template puts behind an answer may depend on the tools."""
+        for _, answer, new, tools in _samples():
+            for thinking in (None, False, True) if tools else ():
+                try:
+                    expected = self._behind(_stand_in(answer), new, tools, thinking)
+                except InvalidRequest:
+                    continue
+                try:
+                    if self._behind(_stand_in(answer), new, None, thinking) != expected:
+                        return True
+                except InvalidRequest:
+                    return True
+        return False
 
     def _prove(self) -> str:
         """Empty if every sample conversation continues as the template renders it, else the reason why not."""
