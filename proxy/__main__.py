@@ -9,7 +9,6 @@ import gc
 import ipaddress
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -17,11 +16,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
-from proxy.asgi import IDLE_S, App
+from proxy.asgi import App
 from proxy.relay import application
+from proxy.server import Server, settings
 from proxy.service import Service
 from storage.databases import database_url
 from storage.errors import ConfigError, SeamlessFlowError
@@ -42,21 +41,6 @@ SHUTDOWN_S = 5
 def make_engine(route: Route) -> Engine:
     """The adapter for the kind of engine that a route leads to."""
     return connect(route.engine_kind, route.url)
-
-
-class _Server(uvicorn.Server):
-    """Stops on SIGTERM and SIGINT and returns; uvicorn's own raises the signal again and skips our clean-up."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
 
 @contextmanager
@@ -113,16 +97,7 @@ async def serve(state: StateFolder, host: str, port: int, url: str | None) -> No
     # Whoever has the address has the sessions of the process that had it before.
     with _listener(host, port) as listener:
         async with serving(state, url or state.cluster().proxy) as app:
-            config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                proxy_headers=False,
-                lifespan="off",
-                timeout_keep_alive=IDLE_S,
-                timeout_graceful_shutdown=SHUTDOWN_S,
-            )
-            await _Server(config).serve([listener])
+            await Server(settings(app, log_level="warning", shutdown_s=SHUTDOWN_S)).serve([listener])
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -25,10 +25,10 @@ from typing import Self
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from proxy.asgi import IDLE_S
 from proxy.client import ControlClient
 from proxy.relay import application
 from proxy.routes import EngineFactory
+from proxy.server import settings
 from proxy.service import Service
 from storage.errors import DeadlineError, NotFoundError
 from storage.journal import open_journal
@@ -137,15 +137,7 @@ class ProxyServer:
         )
         await self.service.start()
         app = application(self.service, CONTROL_KEY)
-        config = uvicorn.Config(
-            app,
-            log_level="error",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=IDLE_S,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = _Server(config)
+        self._server = _Server(settings(app, log_level="error", shutdown_s=1))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="proxy server")
         async with asyncio.timeout(_START_LIMIT_S):
             while not self._server.started:  # noqa: ASYNC110  # uvicorn tells by a flag only

@@ -25,27 +25,25 @@ class Conversations:
     """An index over ``turns``, which it does not own.
 
     A conversation is found by a chain of digests over its tools and messages, in time linear in the request. Answers
-    are known with and without their reasoning, which many clients do not send back.
+    are known with and without their reasoning, which many clients do not send back. Digests are made when they are
+    asked for, which is seldom.
     """
 
     def __init__(self, turns: list[Turn]) -> None:
         self._turns = turns
+        self._digested = 0
+        self._fresh: list[tuple[Turn, Choice]] = []
         self._answers: dict[bytes, tuple[int, int]] = {}
         self._prompts: dict[bytes, int] = {}
 
-    def enter_prompt(self, turn: Turn) -> None:
-        """A turn begins; sets its digest."""
-        turn.digest = tools_digest(turn.tools) if turn.parent is None else self._answer_digest(turn.parent)
-        for message in turn.new_messages:
-            turn.digest = extend_digest(turn.digest, message)
-        self._prompts.setdefault(turn.digest, turn.index)
+    def enter_answer(self, turn: Turn, choice: Choice) -> None:
+        """A later request may go on from this answer; of equal ones from the latest turn's first, whenever ended."""
+        self._fresh.append((turn, choice))
 
-    def enter_answer(self, turn: Turn, choice: Choice, answer: Message) -> None:
-        """A later request may go on from ``answer``; of equal ones from the latest turn's first, whenever ended."""
-        at = (turn.index, choice.index)
-        for told in {answer, answer.without_reasoning()}:
-            digest = extend_digest(turn.digest, told)
-            self._answers[digest] = max(self._answers.get(digest, at), at, key=lambda place: (place[0], -place[1]))
+    def digest(self, turn: Turn) -> bytes:
+        """Of the turn's whole request, tools and messages; empty for a raw prompt."""
+        self._catch_up()
+        return turn.digest
 
     def messages(self, turn: Turn) -> tuple[Message, ...]:
         """All messages of the turn's request."""
@@ -77,6 +75,7 @@ class Conversations:
         return None
 
     def _find_by_digest(self, request: TurnRequest) -> Followed | None:
+        self._catch_up()
         digest = tools_digest(request.tools)
         found: Followed | None = None
         asked_last: int | None = None
@@ -91,6 +90,22 @@ class Conversations:
                     found = Followed((asked_last, 0), position, False)
             asked_last = self._prompts.get(digest)
         return found
+
+    def _catch_up(self) -> None:
+        turns, self._digested = self._turns[self._digested :], len(self._turns)
+        for turn in turns:
+            if turn.raw:
+                continue
+            turn.digest = tools_digest(turn.tools) if turn.parent is None else self._answer_digest(turn.parent)
+            for message in turn.new_messages:
+                turn.digest = extend_digest(turn.digest, message)
+            self._prompts.setdefault(turn.digest, turn.index)
+        fresh, self._fresh = self._fresh, []
+        for turn, choice in fresh:
+            at, answer = (turn.index, choice.index), choice.answer
+            for told in {answer, answer.without_reasoning()} if answer else ():
+                digest = extend_digest(turn.digest, told)
+                self._answers[digest] = max(self._answers.get(digest, at), at, key=lambda place: (place[0], -place[1]))
 
     def _answer_digest(self, at: tuple[int, int]) -> bytes:
         turn = self._turns[at[0]]

@@ -136,8 +136,6 @@ class Session:
         if turn.parent is not None:
             self.choice(turn.parent).continued = True
         self.turns.append(turn)
-        if not turn.raw:
-            self.conversations.enter_prompt(turn)
         return turn
 
     def choice(self, at: tuple[int, int]) -> Choice:
@@ -169,13 +167,13 @@ class Session:
         ``ended``: not cut by its limit.
         """
         deltas = builder.finish(ended=ended)
-        answer, ids = builder.message(), choice.recording.ids
-        choice.status, choice.answer = "finished", answer
+        ids = choice.recording.ids
+        choice.status, choice.answer = "finished", builder.message()
         choice.finish_reason, choice.stop_string = builder.finish_reason(ended=ended), builder.stop_string
         choice.ended = bool(ids) and ids[-1] in self.renderer.eos_ids
         self._enter(turn, choice, passable=True)
         if ids and not turn.raw:
-            self.conversations.enter_answer(turn, choice, answer)
+            self.conversations.enter_answer(turn, choice)
         return deltas
 
     def seal(self) -> None:
@@ -227,7 +225,7 @@ class Session:
         """
         asked_for: dict[bytes, list[Turn]] = {}
         for turn in self.turns:
-            asked_for.setdefault(turn.digest or bytes(turn.body_digest, "ascii"), []).append(turn)
+            asked_for.setdefault(self.conversations.digest(turn) or bytes(turn.body_digest, "ascii"), []).append(turn)
         found: set[str] = set()
         for turns in asked_for.values():
             told = [turn for turn in turns if turn.finished and not turn.left]

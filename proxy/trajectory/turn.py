@@ -96,7 +96,7 @@ class Turn:
     prompt_end: int = ROOT
     prompt_tokens: int = 0
     digest: bytes = b""
-    """Of the whole request: tools and messages."""
+    """See :meth:`proxy.trajectory.conversations.Conversations.digest`."""
     left: bool = False
     """Its client went away before the answer was told; a retry may yet come for it."""
 

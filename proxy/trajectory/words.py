@@ -14,6 +14,7 @@ import json
 import re
 import unicodedata
 import warnings
+from array import array
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -62,8 +63,8 @@ class Words:
 
     def _word(self, word: str) -> bytes:
         """Packed ids of one word, which further pre-tokenizers may cut again."""
-        parts = self._rest.pre_tokenize_str(word)
-        return np.asarray([token.id for part, _ in parts for token in self._model.tokenize(part)], np.int32).tobytes()
+        parts = (part for part, _ in self._rest.pre_tokenize_str(word))
+        return array("i", [token.id for part in parts for token in self._model.tokenize(part)]).tobytes()
 
     def _proved(self, tokenizer: Tokenizer) -> bool:
         random = Random(0)  # noqa: S311  # samples, no secret

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,24 +196,29 @@ def records(session: str, kind: str, data: bytes, ids: bytes | None, logprobs: b
 
 def _rows(records: Sequence[JournalRecord]) -> list[Row]:
     """One row for neighbours of one session; what ends a session has its own."""
-    rows = []
-    for (session, closing), group in groupby(records, lambda record: (record.session, record.kind == CLOSED)):
-        neighbours = list(group)
-        rows += [_row(session, [record]) for record in neighbours] if closing else [_row(session, neighbours)]
+    rows: list[Row] = []
+    start = 0
+    for end, record in enumerate(records, 1):
+        after = records[end] if end < len(records) else None
+        if after is None or after.session != record.session or CLOSED in (record.kind, after.kind):
+            rows.append(_row(records[start:end]))
+            start = end
     return rows
 
 
-def _row(session: str, records: Sequence[JournalRecord]) -> Row:
-    ids = [record.ids for record in records if record.ids is not None]
-    logprobs = [record.logprobs for record in records if record.logprobs is not None]
+def _row(records: Sequence[JournalRecord]) -> Row:
+    ids, logprobs, about = [], [], []
     for record in records:
         _check(record)
-    if len(records) == 1:
-        kind, data = records[0].kind, orjson.dumps(records[0].data)
-    else:
-        about = [(r.kind, r.data, None if r.ids is None else len(r.ids), r.logprobs is not None) for r in records]
-        kind, data = _SEVERAL, orjson.dumps(about)
-    return Row(session, kind, sum(map(len, ids)), sum(map(len, logprobs)), data, _joined(ids), _joined(logprobs))
+        if record.ids is not None:
+            ids.append(record.ids)
+        if record.logprobs is not None:
+            logprobs.append(record.logprobs)
+        count = None if record.ids is None else len(record.ids)
+        about.append((record.kind, record.data, count, record.logprobs is not None))
+    kind, data = (records[0].kind, records[0].data) if len(records) == 1 else (_SEVERAL, about)
+    counts = sum(map(len, ids)), sum(map(len, logprobs))
+    return Row(records[0].session, kind, *counts, orjson.dumps(data), _joined(ids), _joined(logprobs))
 
 
 def _check(record: JournalRecord) -> None:
