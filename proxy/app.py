@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import orjson
 
@@ -54,6 +53,7 @@ COUNTERS = {"/messages/count_tokens": _ANTHROPIC}
 
 _JSON = (b"content-type", b"application/json")
 _STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_TURN, _TOLD = TURN.encode(), TOLD.encode()
 _FINAL = (b"x-should-retry", b"false")
 """SDKs repeat 408, 409, 429 and 5xx unless told not to; our errors are final."""
 
@@ -73,19 +73,22 @@ class AgentApp:
             await self._control(scope, receive, send)
             return
         session, endpoint = _split(path)
-        dialect = _spoken(endpoint, _headers(scope))
+        headers: Headers = dict(scope["headers"])
         try:
-            await self._serve(scope, receive, send, session, endpoint)
+            await self._serve(scope, receive, send, headers, session, endpoint)
         except SeamlessFlowError as error:
-            await _reply_error(send, dialect, error)
+            await _reply_error(send, _spoken(endpoint, headers), error)
         except (_Broken, Elsewhere):
             raise
         except Exception as error:  # noqa: BLE001  # a defect of ours gets the dialect's error shape, and the log
             _log.exception("%s %s", scope["method"], path)
-            await _reply_error(send, dialect, RuntimeError(f"internal error: {type(error).__name__}"))
+            await _reply_error(
+                send, _spoken(endpoint, headers), RuntimeError(f"internal error: {type(error).__name__}")
+            )
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, session: str | None, endpoint: str) -> None:
-        headers = _headers(scope)
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, headers: Headers, session: str | None, endpoint: str
+    ) -> None:
         live = await self._sessions.authenticate(session, _key(headers))
         if endpoint.startswith("/models") and scope["method"] == "GET":
             await reply(send, 200, [_JSON], _models(live.session.policy.model, endpoint))
@@ -128,31 +131,12 @@ class AgentApp:
             try:
                 if not gone.done():  # else no engine has been asked yet, nor will be
                     answer = _Answer(live, request, answering, dialect, send, skip)
-                    told = await _unless(gone, answer.stream() if request.stream else answer.whole())
+                    gone.add_done_callback(answer.leave)
+                    told = await (answer.stream() if request.stream else answer.whole())
             finally:
                 await live.part(answering, told=told)
         finally:
             gone.cancel()
-
-
-async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> bool:
-    """Do ``work`` until ``gone`` is done; whether it was finished before."""
-    try:
-        async with asyncio.timeout(None) as limit:
-
-            def end(_: asyncio.Task[None]) -> None:
-                limit.reschedule(asyncio.get_running_loop().time())
-
-            gone.add_done_callback(end)
-            try:
-                await work
-            finally:
-                gone.remove_done_callback(end)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        return False
-    return True
 
 
 class _Broken(Exception):
@@ -162,7 +146,8 @@ class _Broken(Exception):
 class _Answer:
     """One reader of an answer, writing to one client, which has the first ``skip`` bytes of its stream already.
 
-    Raises Elsewhere when this process loses the session: whoever has it then goes on with the answer.
+    Raises Elsewhere when this process loses the session: whoever has it then goes on with the answer. Methods return
+    whether all of it was written before its client went away.
     """
 
     def __init__(
@@ -180,13 +165,22 @@ class _Answer:
         self._told = [0] * len(turn.choices)
         self._skip = skip
         self._hold_s = live.session.policy.hold_limit_s
+        self._left = False
 
-    async def whole(self) -> None:
+    def leave(self, _: object) -> None:
+        """The client went away."""
+        self._left = True
+        self._answering.wake()
+
+    async def whole(self) -> bool:
         answering, started = self._answering, False
         loop = asyncio.get_running_loop()
         due = loop.time() + WHOLE_KEEP_ALIVE_S
         while not answering.done:
-            if await answering.news(len(answering.events), max(due - loop.time(), 0)):
+            news = not self._left and await answering.news(len(answering.events), max(due - loop.time(), 0))
+            if self._left:
+                return False
+            if news:
                 continue
             if not started:
                 await self._send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
@@ -206,13 +200,17 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": body})
         else:
             await reply(self._send, 200, [_JSON], body)
+        return not self._left
 
-    async def stream(self) -> None:
+    async def stream(self) -> bool:
         """Headers wait for the first event, so that an early failure gets its status; keep-alives may force them."""
         answering, writer = self._answering, self._dialect.stream(self._head)
         seen, started = 0, False
         while not (answering.done and seen == len(answering.events)):
-            if not await answering.news(seen, KEEP_ALIVE_S):
+            news = not self._left and await answering.news(seen, KEEP_ALIVE_S)
+            if self._left:
+                return False
+            if not news:
                 data = (b"" if started else self._untold(writer.opening())) + self._dialect.keep_alive
             elif answering.done and not started and not answering.finished:
                 break
@@ -223,7 +221,7 @@ class _Answer:
                 data = self._untold(start + b"".join([self._written(writer, event) for event in events]))
             if not started:
                 started = True
-                headers = [*_STREAM, (TURN.encode(), b"%d" % answering.turn.index)]
+                headers = [*_STREAM, (_TURN, b"%d" % answering.turn.index)]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             if data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -237,6 +235,7 @@ class _Answer:
         except Exception as error:  # noqa: BLE001  # the stream has begun: whatever failed is told inside it
             end = writer.failure(error)
         await self._send({"type": "http.response.body", "body": end})
+        return not self._left
 
     def _untold(self, data: bytes) -> bytes:
         if self._skip:
@@ -305,10 +304,6 @@ def _spoken(endpoint: str, headers: Headers) -> Dialect:
     return _ANTHROPIC if b"anthropic-version" in headers or endpoint in COUNTERS else DIALECTS["/chat/completions"]
 
 
-def _headers(scope: Scope) -> Headers:
-    return dict(scope["headers"])
-
-
 def _key(headers: Headers) -> str:
     kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if kind.lower() != "bearer" or not key.strip():
@@ -325,7 +320,7 @@ def _retries(headers: Headers) -> int:
 
 def _told(headers: Headers) -> tuple[int | None, int]:
     """(turn, bytes of its stream that the client has), from another proxy or the one in front of this."""
-    turn, _, told = headers.get(TOLD.encode(), b"").partition(b" ")
+    turn, _, told = headers.get(_TOLD, b"").partition(b" ")
     return (int(turn), int(told)) if turn.isdigit() and told.isdigit() else (None, 0)
 
 

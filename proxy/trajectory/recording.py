@@ -71,7 +71,9 @@ class Recording:
         tops: Sequence[list[list[float]]] = (),
     ) -> None:
         """Append tokens to the current segment."""
-        versions = [version for version, count in marks for _ in range(count)]
+        versions: list[int] = []
+        for version, count in marks:
+            versions += [version] * count
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probs, {len(versions)} versions")
         self.tops.update(enumerate(tops, len(self.ids)))
@@ -95,11 +97,13 @@ class Recording:
         length = segment.end - segment.start
         settled = [UNKNOWN_VERSION] * length
         for version, start, end in spans:
-            if version is not None:
-                for position in range(start or 0, min(end or 0, length)):
-                    settled[position] = version
+            first, stop = start or 0, min(end or 0, length)
+            if version is not None and first < stop:
+                settled[first:stop] = [version] * (stop - first)
         before = self.versions[segment.start : segment.end]
-        if any(old not in (UNKNOWN_VERSION, new) for old, new in zip(before, settled, strict=True)):
+        if settled != before and any(
+            old not in (UNKNOWN_VERSION, new) for old, new in zip(before, settled, strict=True)
+        ):
             self.conflicts += 1
             settled = [UNKNOWN_VERSION] * length
         self.versions[segment.start : segment.end] = settled

@@ -9,8 +9,7 @@ their square.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,7 @@ from proxy.trajectory.turn import Choice, Outcome, Placement, Turn
 from storage.errors import IntegrityError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """One journal record of a session; ``logprobs`` None: ``ids`` were not sampled."""
 
     kind: str

@@ -40,6 +40,18 @@ class _GenerationTag(jinja2.ext.Extension):
         return caller()
 
 
+_OF_DICTS = frozenset(dir(dict))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's, which looks for an attribute first and meets an error where a message has only an item."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -62,7 +74,7 @@ class ChatTemplate:
     """A compiled chat template. Raises :class:`ConfigError` if ``source`` is no valid template."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson

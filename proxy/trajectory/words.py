@@ -31,6 +31,9 @@ _ASCII_STAYS = {"NFC", "NFD", "NFKC", "NFKD"}
 """Normalizers that leave ASCII as it is."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What a ByteLevel pre-tokenizer cuts by when it is told to use its own expression."""
+_BYTES = {code: chr(256 + code) for code in range(33)} | {127: chr(289)}
+"""How byte-level tokenizers write those ASCII characters that they do not leave as they are."""
+_SPACE = _BYTES[32]
 _TRICKY = " \n\r\t'sStdDlLrRvVeE019a.!<_/\x1c\x0b"
 
 
@@ -40,10 +43,12 @@ class Words:
     def __init__(self, tokenizer: Tokenizer, cut: re.Pattern[str]) -> None:
         self._model = tokenizer.model
         self._rest = _rest(tokenizer.pre_tokenizer)
+        step, *more = _steps(self._rest, "pretokenizers")
+        self._cuts_again = bool(more) or step["use_regex"]
         self._added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         self._starts = {token[:2] for token in self._added}
         self._cut = cut
-        self._ids = _Known(self._word)
+        self._ids: dict[str, bytes] = {}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Words | None:
@@ -56,15 +61,32 @@ class Words:
         """Ids of ``text``; None: ask the tokenizer, it is not plain ASCII."""
         if not text.isascii() or (any(s in text for s in self._starts) and any(t in text for t in self._added)):
             return None
+        known, words = self._ids, [word for word in self._cut.split(text) if word]
+        try:
+            packed = b"".join([known[word] for word in words])
+        except KeyError:
+            packed = b"".join([self._made(word) for word in words])
+        return np.frombuffer(packed, np.int32)
+
+    def _made(self, word: str) -> bytes:
         known = self._ids
-        if len(known) > _KEPT_WORDS:
-            known.clear()
-        return np.frombuffer(b"".join([known[word] for word in self._cut.split(text) if word]), np.int32)
+        ids = known.get(word)  # it may come twice in one text
+        if ids is None:
+            ids = self._word(word)
+            if len(known) >= _KEPT_WORDS:
+                known.clear()
+            if len(word) <= _LONG_WORD:
+                known[word] = ids
+        return ids
 
     def _word(self, word: str) -> bytes:
         """Packed ids of one word, which further pre-tokenizers may cut again."""
-        parts = (part for part, _ in self._rest.pre_tokenize_str(word))
-        return array("i", [token.id for part in parts for token in self._model.tokenize(part)]).tobytes()
+        if self._cuts_again:
+            tokens = [t for part, _ in self._rest.pre_tokenize_str(word) for t in self._model.tokenize(part)]
+        else:
+            plain = word.isprintable()
+            tokens = self._model.tokenize(word.replace(" ", _SPACE) if plain else word.translate(_BYTES))
+        return array("i", [token.id for token in tokens]).tobytes()
 
     def _proved(self, tokenizer: Tokenizer) -> bool:
         random = Random(0)  # noqa: S311  # samples, no secret
@@ -73,20 +95,6 @@ class Words:
         expected = tokenizer.encode_batch_fast(samples, add_special_tokens=False)
         found = [self.encode(sample) for sample in samples]
         return all(ids is None or ids.tolist() == right.ids for ids, right in zip(found, expected, strict=True))
-
-
-class _Known(dict[str, bytes]):
-    """Words with their packed ids, of which missing ones are made; for use from several threads."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, word: str) -> bytes:
-        ids: bytes = self._make(word)
-        if len(word) <= _LONG_WORD:
-            self[word] = ids
-        return ids
 
 
 def _cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
