@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from workflows.algorithm import AlgorithmSpec as AlgorithmSpec
 from workflows.section import Spec as Spec
+from workflows.trainer import TrainerSpec as TrainerSpec
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Tag = Literal["rollout", "train", "critic", "reference", "reward", "agent"]
@@ -179,32 +180,6 @@ class EngineSpec(Spec):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} does nothing with kind {self.kind!r}: remove it")
         return self
-
-
-class TrainerSpec(Spec):
-    backend: Literal["deepspeed"] = "deepspeed"
-    """Training back end."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO stage; 0 with bfloat16 is refused (DeepSpeed trains it differently)."""
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """AdamW, constant."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW betas."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW weight decay."""
-    grad_clip: float = Field(default=1.0, gt=0)
-    """Global gradient norm is clipped to this."""
-    rows: Literal["tree", "paths"] = "tree"
-    """``tree``: what trajectories begin with in common is computed once. ``paths``: each is computed in full."""
-    row_tokens: int = Field(default=8192, ge=1)
-    """Tokens per forward pass and rank; only a trajectory that is longer by itself makes a longer one."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints kept; one is written every step."""
-    keep_weights_every: int | None = Field(default=None, ge=1)
-    """Published weights of each so many steps stay until the state folder is removed, to be exported; None: only those
-    that engines may still need."""
-    step_time_limit_s: float = Field(default=1800.0, gt=0)
-    """Deadline of one update."""
 
 
 class PipelineSpec(Spec):
@@ -388,6 +363,11 @@ class RunSpec(Spec):
         if self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "trainer.zero_stage 0 with model.dtype bfloat16 trains differently in DeepSpeed: use stage 1"
+            )
+        last = self.trainer.schedule_steps or self.pipeline.steps
+        if self.trainer.warmup_steps >= last:
+            raise ValueError(
+                f"trainer.warmup_steps {self.trainer.warmup_steps} leaves nothing of {last} steps: take fewer"
             )
         if self.agent.kind != "single_turn" and not self.agent.target:
             raise ValueError(f"agent.target is needed for agent.kind {self.agent.kind!r}")

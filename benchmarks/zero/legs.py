@@ -38,6 +38,8 @@ class Leg:
     save: str = ""
     ahead: bool = False
     """Batches are accumulated in two parts, after one that is dropped."""
+    recompute: bool = False
+    """With activation checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,14 @@ def _run(leg: Leg, model: Path, folder: Path, place: dict[str, Any]) -> Curve:
             "data": {"path": "none"},
             "reward": {"target": "none:none"},
             "nodes": [{"id": "a", "tags": ["rollout", "train"]}],
-            "trainer": {"zero_stage": leg.stage, "learning_rate": 1e-3, "row_tokens": 40},
+            "trainer": {
+                "zero_stage": leg.stage,
+                "learning_rate": 1e-3,
+                "schedule": "cosine",
+                "warmup_steps": 4,
+                "activation_checkpointing": leg.recompute,
+                "row_tokens": 40,
+            },
             "algorithm": _ALGORITHM,
             "pipeline": {"steps": STEPS},
         }

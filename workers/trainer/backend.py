@@ -1,6 +1,6 @@
 """What a training back end must do. One implementation ships: DeepSpeed.
 
-All methods but ``rank`` and ``world_size`` are collective: every rank of the gang calls them in the same order.
+All methods are collective: every rank of the gang calls them in the same order.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class TrainingBackend(Protocol):
     """``float32`` or ``bfloat16``: what the model computes in; checkpoints depend on it. Known after initialize."""
     packs: bool
     """Whether the model computes trees, see :func:`workers.trainer.forward.use_trees`. Known after initialize."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the policy's next optimizer step."""
+        ...
 
     def initialize(self) -> None:
         """Meet the other ranks and load the initial model."""

@@ -18,25 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from storage.errors import ConfigError, GangLost
 from workers.trainer.backend import StepOutcome
 from workers.trainer.critic import ValueModel
+from workers.trainer.deepspeed_config import deepspeed_config, refuse_idle_settings
 from workers.trainer.forward import arguments, logits_of, to, use_trees
 from workers.trainer.launch import Launch
 from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
 from workers.trainer.packing import MicroBatch
+from workers.trainer.parking import Parking
 from workers.trainer.publish import collect, write_model
-from workers.trainer.states import gathered, load_states, prepare, save_states
+from workers.trainer.recompute import recompute_layers
+from workers.trainer.schedule import learning_rate_factor
+from workers.trainer.states import gathered, load_states, prepare, save_states, updates
 from workers.trainer.with_deepspeed import deepspeed
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _CRITIC_LEARNING_RATE = 1e-5
-_BUCKET = 2**24
-"""Elements that are reduced or gathered together."""
 
 
 class DeepSpeedBackend:
@@ -51,6 +54,8 @@ class DeepSpeedBackend:
         self._reference: Any = None
         self._critic: Any = None
         self._device = torch.device("cpu")
+        self._parking = Parking(self._device)
+        self._factor = learning_rate_factor(launch.spec)
         self._clipped_norm = 0.0
         self.packs = True
         self.compute_dtype = "float32"
@@ -59,11 +64,12 @@ class DeepSpeedBackend:
         """Raises :class:`ConfigError` if the model cannot be read, :class:`GangLost` if the ranks do not meet."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.manual_seed(self._spec.seed)
-        torch.use_deterministic_algorithms(True)
-        # Filling is a debugging aid that costs a pass over memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if self._spec.trainer.deterministic:
+            _use_deterministic_kernels()
         deepspeed.accelerator.get_accelerator().set_device(self._launch.local_rank)
         self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
+        self._parking = Parking(self._device)
+        refuse_idle_settings(self._spec.trainer, self._device)
         self._meet()
         if self._spec.model.dtype == "bfloat16" and all(self.gather(_bfloat16_instructions(self._device))):
             self.compute_dtype = "bfloat16"
@@ -85,14 +91,22 @@ class DeepSpeedBackend:
     def _trained(self, model: Any, learning_rate: float) -> Any:
         """A DeepSpeed engine around a model."""
         trainer = self._spec.trainer
+        if trainer.activation_checkpointing:
+            recompute_layers(model, reentrant=trainer.zero_stage == 3)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config(model))
+        config = deepspeed_config(trainer, model, self.compute_dtype, self._device)
+        schedule = LambdaLR(optimizer, self._factor)
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
         prepare(engine)
         # No dropout: the log-probs of the forward pass that trains must be those of the policy that sampled.
         engine.eval()
         return engine
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._engine.lr_scheduler.get_last_lr()[0])
 
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
         sums = self.accumulate(batches, objective, 1.0)
@@ -128,13 +142,14 @@ class DeepSpeedBackend:
         return self._grad_norm()
 
     def forget(self) -> None:
-        """Stage 2 keeps what it has reduced apart from the parameters."""
+        """Stage 2 keeps what it has reduced apart from the parameters, with offload also how often it has."""
         self._engine.zero_grad()
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
         if self._spec.trainer.zero_stage == 2:
             for held in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
                 held.update(dict.fromkeys(held))
+            optimizer.micro_step_id = deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return self._logprobs(self._engine, batches, temperature)
@@ -162,6 +177,8 @@ class DeepSpeedBackend:
     def load(self, folder: Path) -> None:
         for name, engine in self._engines().items():
             load_states(engine, folder / name)
+            made = updates(engine)
+            engine.lr_scheduler = LambdaLR(engine.basic_optimizer, self._factor, last_epoch=made - 1)
 
     def _engines(self) -> dict[str, Any]:
         """By the folder of their state in a checkpoint."""
@@ -174,10 +191,11 @@ class DeepSpeedBackend:
             write_model(self._engine.module, weights, Path(self._spec.model.path), folder)
 
     def park(self) -> None:
-        """Nothing to do: on a CPU a rank that waits for its next request uses no device."""
+        """On a GPU all state moves to main memory; on a CPU it is there already, and freed memory goes back."""
+        self._parking.park()
 
     def unpark(self) -> None:
-        """Nothing to do, see :meth:`park`."""
+        self._parking.unpark()
 
     def gather(self, value: T) -> list[T]:
         if self.world_size == 1:
@@ -235,31 +253,6 @@ class DeepSpeedBackend:
             _log.warning("each path is computed by itself, not as part of a tree: %s cannot, %s", path, refusal)
         return model
 
-    def _config(self, model: torch.nn.Module) -> dict[str, Any]:
-        trainer = self._spec.trainer
-        vectors = [parameter.numel() for parameter in model.parameters() if parameter.dim() < 2]
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            # The number of micro-batches changes from step to step: step() is the boundary, not a count.
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": trainer.grad_clip,
-            "bf16": {"enabled": self.compute_dtype == "bfloat16"},
-            "zero_optimization": {
-                "stage": trainer.zero_stage,
-                # By default DeepSpeed allocates buckets of 5e8 elements: two gigabytes, for a model of any size.
-                "reduce_bucket_size": _BUCKET,
-                "allgather_bucket_size": _BUCKET,
-                "stage3_prefetch_bucket_size": _BUCKET,
-                # Biases and norms stay whole on each rank: gathering them costs more than holding them.
-                "stage3_param_persistence_threshold": max(vectors, default=0),
-            },
-            # The client optimizer is plain torch: DeepSpeed's own would be compiled at start.
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": None,
-        }
-
     @torch.no_grad()
     def _logprobs(self, model: Any, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return [
@@ -281,6 +274,14 @@ class DeepSpeedBackend:
     def _grad_norm(self) -> float:
         norm = self._engine.get_global_grad_norm()
         return self._clipped_norm if norm is None else float(norm)
+
+
+def _use_deterministic_kernels() -> None:
+    """cuBLAS has them only with a workspace of fixed size, which it reads when the first kernel starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling is a debugging aid that costs a pass over memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _bfloat16_instructions(device: torch.device) -> bool:

@@ -40,6 +40,8 @@ class UpdateMetrics(Message):
     """Policy loss of the batch, KL and entropy terms included; mean over its optimizer steps."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping; mean over the batch's optimizer steps."""
+    learning_rate: float = 0.0
+    """Of the update's first optimizer step."""
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped, or whose loss the dual clip bounded."""
     ratio_max: float

@@ -140,13 +140,15 @@ class Trainer:
 
     def _train(self, request: UpdateRequest, batch: Batch, started: float) -> Sealed:
         self.progress.phase = "training"
-        training = time.monotonic()
+        training, rate = time.monotonic(), self._backend.learning_rate
         done = self._optimize(request, batch)
         trained = time.monotonic()
         self.progress.phase = "saving"
         temporary = self._on_rank_0("make room for a checkpoint", lambda: self._begin(request))
         self._everywhere("save", lambda: self._backend.save(temporary))
-        metrics = _metrics(batch, done, seconds=time.monotonic() - started, seconds_training=trained - training)
+        metrics = _metrics(
+            batch, done, learning_rate=rate, seconds=time.monotonic() - started, seconds_training=trained - training
+        )
         state = TrainerState(
             run=self._spec.run,
             lineage=request.lineage,
@@ -289,13 +291,16 @@ def _same_manifest(request: UpdateRequest, digest: str) -> None:
         )
 
 
-def _metrics(batch: Batch, done: Trained, *, seconds: float, seconds_training: float) -> UpdateMetrics:
+def _metrics(
+    batch: Batch, done: Trained, *, learning_rate: float, seconds: float, seconds_training: float
+) -> UpdateMetrics:
     sums = done.sums
     staleness = batch.step - batch.versions()
     tokens_in_rows = sum(len(row.trajectory.inputs) for row in batch.rows)
     return UpdateMetrics(
         loss=sums.loss / max(done.optimizer_steps, 1),
         grad_norm=done.grad_norm,
+        learning_rate=learning_rate,
         clip_fraction=sums.mean("clipped"),
         ratio_max=sums.ratio_max,
         importance_mean=sums.mean("importance"),

@@ -232,7 +232,8 @@ async def test_ppo_with_critic_and_reference_resumes_from_a_checkpoint_with_the_
     make: Any, qwen: Path, weed: Weed, object_store: ObjectStore, tmp_path: Path
 ) -> None:
     algorithm = {"name": "ppo", "kl": "k3", "kl_coefficient": 0.1, "minibatches": 2, "epochs": 2, "value_clip": 0.2}
-    spec = make.make_spec(qwen, algorithm={**algorithm, "critic_learning_rate": 1e-3}, trainer={"keep_checkpoints": 10})
+    trainer = {"keep_checkpoints": 10, "zero_stage": 3, "activation_checkpointing": True, "schedule": "linear"}
+    spec = make.make_spec(qwen, algorithm={**algorithm, "critic_learning_rate": 1e-3}, trainer=trainer)
     state = make.make_cluster(tmp_path / "state", weed, object_store)
     shards = [make.random_shard(ordinal, 1) for ordinal in range(4)]
     requests = [make.put_batch(object_store, step, shards) for step in range(2)]
@@ -242,6 +243,8 @@ async def test_ppo_with_critic_and_reference_resumes_from_a_checkpoint_with_the_
     assert first.metrics.optimizer_steps == 4
     assert first.metrics.explained_variance == pytest.approx(0.0, abs=1e-6)  # a new critic says 0 for every state
     assert second.metrics.value_loss < first.metrics.value_loss
+    assert first.metrics.learning_rate == pytest.approx(1e-2)
+    assert second.metrics.learning_rate == pytest.approx(9e-3)  # of 10 steps
     assert second.metrics.reference_kl > first.metrics.reference_kl > 0
 
     shutil.rmtree(second.checkpoint_path)

@@ -31,6 +31,7 @@ class CountingBackend:
     world_size = 1
     compute_dtype = "float32"
     packs = True
+    learning_rate = 0.01
 
     def __init__(self) -> None:
         self.value = 0
