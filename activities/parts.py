@@ -11,7 +11,7 @@ from storage.ledger import Ledger, WaitingGroup
 from storage.manifests import Manifest, manifest_groups
 from workflows.messages import PartInput
 
-PARTS = 4
+PARTS = 8
 """Parts of a step at most: each costs a few events of history and a pass that is less well packed."""
 
 

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.1
 GATHER_S = 0.02
 BEAT_S = 1.0
-CLAIM_LIMIT = 64
+CLAIM_LIMIT = 8
+"""Samples that are claimed at once: the first of many begin while the others are still being opened."""
 SCORES_AT_A_TIME = 64
 REWARD_TRIES = 3
 RELEASE_LIMIT_S = 5.0

@@ -92,7 +92,7 @@ class JustInTime(Hysteresis):
 
     def returns(self, moment: Moment) -> Decision:
         if moment.called:
-            self._share = next_share(self._share, moment.waited_s, moment.train_s)
+            self._share = next_share(self._share, moment.waited_s, moment.train_s, moment.rollout_s)
         alone = not moment.rollout_nodes
         return self._decide(switching.gain_of_return(moment.flow, alone=alone, train_s=moment.train_s))
 

@@ -182,7 +182,8 @@ class Steps(Evaluations):
             self.state.cost = self.state.cost.with_measured("load", result.load_s)
         self.state.trained_s = result.trained_s
         if result.waited_s is not None:
-            self.state.recall_share = next_share(self.state.recall_share, result.waited_s, result.trained_s)
+            took = (result.waited_s, result.trained_s, result.rollout_s)
+            self.state.recall_share = next_share(self.state.recall_share, *took)
         cost = self.state.cost.total_s
         if result.claimed_at is not None and cost is not None:
             self.state.switches = tuple(_hindsight(record, result.claimed_at, cost) for record in self.state.switches)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks.pipeline.calibration import calibrate
 from benchmarks.pipeline.cells import cell
 from benchmarks.pipeline.simulated import PRESETS, SIZES, Cell, cohort_error, shares_of, speed
 from simulator.cohorts import EXACT
+from storage.errors import SeamlessFlowError
 
 PLAIN = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
 
@@ -45,7 +47,12 @@ def live() -> dict[str, Any]:
     )  # it brings the whole stack: only where it is asked for
     result: dict[str, Any] = module.run_live(module.LiveSettings())
     print(module.table(result) + "\n")
-    return {**result, "calibration_error": calibrate(result)}
+    try:
+        error = calibrate(result)
+    except SeamlessFlowError as problem:
+        result["failed"]["calibration"] = str(problem)
+        error = None
+    return {**result, "calibration_error": error}
 
 
 def headline(cells: Sequence[Cell], measured: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +92,8 @@ def main() -> None:
         if max(sizes) > EXACT:
             print(f"{max(sizes)} nodes x 100 steps, multiplexed: simulated in {speed(max(sizes)):.0f} s\n")
     print(json.dumps(headline(cells, measured)))
+    if measured.get("failed"):
+        sys.exit(f"live runs failed: {measured['failed']}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError
 from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.service import RPCError
 
 from benchmarks.pipeline.live_agent import make_tasks, write_tasks
 from benchmarks.pipeline.live_figures import figures, p50, preemptions_ms
@@ -33,11 +35,13 @@ from cli.stack import StackStatus
 from storage.errors import DeadlineError, SeamlessFlowError
 from storage.ledger import Ledger
 from workers.cluster import StateFolder
+from workflows.calls import run_id
 from workflows.spec import RunSpec
 
 PIPELINES = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
 TASKS = 400
 POLL_S = 0.5
+END_LIMIT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def run_live(settings: LiveSettings) -> dict[str, Any]:
     """By pipeline: ``idle_fraction``, ``tokens_per_s``, ``wall_s``, ``staleness_mean`` and what explains them; and
     ``preempt_ms_p50``, ``record`` (the state folder and the runs in it).
 
-    Raises :class:`SeamlessFlowError` if a run fails or takes longer than its limit.
+    A run that fails or takes longer than its limit is under ``failed``, with why.
     """
     _prepare(settings)
     state = StateFolder(settings.state / "cluster")
@@ -124,34 +128,65 @@ async def _all(settings: LiveSettings, state: StateFolder, specs: Sequence[RunSp
     client = await Client.connect(cluster.temporal, namespace=cluster.namespace, data_converter=pydantic_data_converter)
     result: dict[str, Any] = {}
     preempted: list[float] = []
+    failed: dict[str, str] = {}
     for spec in specs:
+        name = spec.pipeline.name
         before, began = control_cpu_s(state), time.monotonic()
-        await _one(settings, runs, spec)
-        cpu, took = control_cpu_s(state), time.monotonic() - began
-        ledger = await asyncio.to_thread(Ledger, cluster.ledger_url)
         try:
-            nodes = [node.id for node in spec.nodes]
-            found = figures(ledger.intervals(spec.run), ledger.steps(spec.run), nodes)
-            cores = {name: round((cpu[name] - before.get(name, 0.0)) / took, 3) for name in cpu}
-            result[spec.pipeline.name] = {**found, "control_cores": cores}
-        finally:
-            ledger.close()
+            await _one(settings, runs, spec)
+        except SeamlessFlowError as error:  # the others are still worth knowing
+            failed[name] = str(error)
+            _say(f"{name} failed: {error}")
+            await _end(client, spec)
+            continue
+        cpu, took = control_cpu_s(state), time.monotonic() - began
+        cores = {service: round((cpu[service] - before.get(service, 0.0)) / took, 3) for service in cpu}
+        result[name] = {**await asyncio.to_thread(_measured, cluster.ledger_url, spec), "control_cores": cores}
         preempted += await preemptions_ms(client, spec.run)
-        _say(f"{spec.pipeline.name}: {json.dumps(result[spec.pipeline.name])}")
-    record = {"state": str(state.root), "runs": {spec.pipeline.name: spec.run for spec in specs}}
-    return {**result, "preempt_ms_p50": p50(preempted), "preemptions": len(preempted), "record": record}
+        _say(f"{name}: {json.dumps(result[name])}")
+    record = {"state": str(state.root), "runs": {s.pipeline.name: s.run for s in specs if s.pipeline.name in result}}
+    shared = {"preempt_ms_p50": p50(preempted), "preemptions": len(preempted), "record": record, "failed": failed}
+    return {**result, **shared}
+
+
+def _measured(ledger_url: str, spec: RunSpec) -> dict[str, object]:
+    ledger = Ledger(ledger_url)
+    try:
+        return figures(ledger.intervals(spec.run), ledger.steps(spec.run), [node.id for node in spec.nodes])
+    finally:
+        ledger.close()
+
+
+async def _end(client: Client, spec: RunSpec) -> None:
+    """Cancel a run that failed the bench, so that the next one finds its nodes free."""
+    handle = client.get_workflow_handle(run_id(spec.run))
+    with contextlib.suppress(RPCError, WorkflowFailureError, TimeoutError):  # it may have ended by itself
+        await handle.cancel()
+        await asyncio.wait_for(handle.result(), END_LIMIT_S)
 
 
 def control_cpu_s(state: StateFolder) -> dict[str, float]:
-    """CPU seconds of each control process so far; engines and trainers, which nodes start, are not among them."""
+    """CPU seconds of each control process so far, its children included but for engines and trainers of nodes."""
     status = StackStatus.read(state)
     found: dict[str, float] = {}
     for name, service in (status.services if status else {}).items():
-        if service.process is not None and service.process.alive():
-            times = psutil.Process(service.process.pid).cpu_times()
-            ended = 0.0 if name.startswith("node-") else times.children_user + times.children_system
-            found[name] = times.user + times.system + ended
+        if service.process is None or not service.process.alive():
+            continue
+        process = psutil.Process(service.process.pid)
+        found[name] = _cpu_s(process)
+        if not name.startswith("node-"):
+            ended = process.cpu_times()
+            found[name] += ended.children_user + ended.children_system
+            found[name] += sum(map(_cpu_s, process.children(recursive=True)))
     return found
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
 
 
 async def _one(settings: LiveSettings, runs: Runs, spec: RunSpec) -> None:

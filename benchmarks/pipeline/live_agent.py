@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+import aiohttp
 
 MAX_TOKENS = 560
 """Longest answer; the model's context holds two of them and the questions."""
@@ -48,20 +48,23 @@ def write_tasks(path: Path, tasks: Iterator[LiveTask]) -> None:
 
 
 @functools.cache
-def connections() -> DefaultAsyncHttpxClient:
-    """Shared by the sessions of a process: to make them costs more of a core than a session's tokens."""
-    return DefaultAsyncHttpxClient(timeout=600)
+def connections() -> aiohttp.ClientSession:
+    """Shared by the sessions of a process, and of the plainest client: a richer one costs more of a core than a
+    session's tokens do."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0))
 
 
 async def run(task: dict[str, Any], llm: Any) -> str:
     """Ask, wait as a tool would make one wait, and ask again."""
     messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
-    http = connections()
-    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0, timeout=600, http_client=http)
+    headers = {"Authorization": f"Bearer {llm.api_key}"}
     for tokens, pause_s in zip(task["tokens"], task["pauses_s"], strict=True):
-        answer = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=tokens)
+        body = {"model": llm.model, "messages": messages, "max_tokens": tokens}
+        async with connections().post(f"{llm.base_url}/chat/completions", json=body, headers=headers) as response:
+            response.raise_for_status()
+            answer = await response.json()
         await asyncio.sleep(pause_s)
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         messages.append({"role": "user", "content": "go on"})
     return str(messages[-2]["content"])
 

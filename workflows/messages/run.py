@@ -97,6 +97,8 @@ class StepResult(Message):
     load_s: float | None = None
     trained_s: float = 0.0
     """How long the gang computed, ahead of the batch and on it."""
+    rollout_s: float = 0.0
+    """From the beginning of the step until its batch was claimed."""
     waited_s: float | None = None
     """How long it waited for groups after it was called from rollout; None where it was kept or did not accumulate."""
 

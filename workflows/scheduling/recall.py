@@ -6,20 +6,27 @@ PATIENCE = 0.1
 """Part of the time they compute that train nodes may wait for groups before they are called later."""
 FIRST_SHARE = 0.5
 """Share before anything was measured."""
-LATER, EARLIER, LEAST_SHARE = 0.1, 0.05, 0.1
-"""Steps of :func:`next_share`, and the least share at which train nodes are called."""
+LEAST_SHARE = 0.1
+EARLIER, MOST_LATER = 0.05, 0.3
+"""Steps of :func:`next_share`: the one down, and the largest one up."""
 
 
-def next_share(share: float, waited_s: float, train_s: float) -> float:
+def next_share(share: float, waited_s: float, train_s: float, rollout_s: float) -> float:
     """Share of the next batch that has to be complete when train nodes are called.
 
     Called early they wait for groups, called late the batch is complete and rollout waits for the update. So the share
-    rises where they waited for more than :data:`PATIENCE` of the time they computed, and falls where not.
+    falls until they wait. Where they waited for more than :data:`PATIENCE` of the time they computed, it rises by what
+    rollout completed meanwhile: ``waited_s`` of the ``rollout_s`` that the whole batch took.
 
-    >>> round(next_share(0.5, waited_s=3.0, train_s=10.0), 2), round(next_share(0.5, waited_s=0.2, train_s=10.0), 2)
-    (0.6, 0.45)
+    >>> round(next_share(0.5, waited_s=3.0, train_s=10.0, rollout_s=20.0), 2)
+    0.65
+    >>> round(next_share(0.5, waited_s=0.2, train_s=10.0, rollout_s=20.0), 2)
+    0.45
     """
-    return min(1.0, share + LATER) if waited_s > PATIENCE * train_s else max(LEAST_SHARE, share - EARLIER)
+    if waited_s <= PATIENCE * train_s:
+        return max(LEAST_SHARE, share - EARLIER)
+    later = waited_s / rollout_s if rollout_s > waited_s else 1.0
+    return min(1.0, share + min(MOST_LATER, later))
 
 
 def recall_at(share: float, wanted: int) -> int:

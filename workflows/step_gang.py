@@ -1,0 +1,112 @@
+"""The trainer gang of a step: asked for, waited for, and sent its batch."""
+
+from __future__ import annotations
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.workflow import ActivityHandle
+
+from workflows import calls
+from workflows.messages import LeaseEvent, LeaseRequest, ManifestRef, TrainOutcome, TrainTask
+from workflows.queues import node_queue
+from workflows.scheduling import pipeline
+from workflows.step_base import StepBase
+
+GANG_TRIES = 3
+
+
+class StepGang(StepBase):
+    """Who trains the batch."""
+
+    async def acquire(self) -> LeaseEvent:
+        """Have the gang: the one the run kept, or a new one from the pool; one that cannot start is tried again."""
+        self.set_phase("acquiring")
+        nodes = pipeline.train_nodes(self.task.spec)
+        await self._ranks_are_up(nodes)
+        for attempt in range(GANG_TRIES):
+            if self.lease is None:
+                await self._request(nodes, attempt)
+            await self.until(f"the gang on {', '.join(nodes)}", lambda: self._ready() or bool(self.lost))
+            if self.lease is not None and self._ready():
+                return self.lease
+        raise ApplicationError(
+            f"the trainer gang did not start in {GANG_TRIES} tries; the last one said: {self.lost}",
+            type="TrainerError",
+            non_retryable=True,
+        )
+
+    async def _ranks_are_up(self, nodes: tuple[str, ...]) -> None:
+        """Before the first change: ranks that still start are waited for while their nodes roll out."""
+        if self.lease is not None or self.task.policy.trainers == "own" or self.task.cost.load:
+            return
+        probes = [calls.gang_probe(self.task.spec.run, node) for node in nodes]
+        await self.until("the ranks to start", lambda: all(probe.done() for probe in probes))
+        for probe in probes:
+            if (error := probe.exception()) is not None:  # the lease starts them instead
+                workflow.logger.warning("resident ranks were not found: %s", calls.reason_of(error))
+
+    async def _request(self, nodes: tuple[str, ...], attempt: int) -> None:
+        self.lost = ""
+        request = LeaseRequest(
+            request_id=f"{workflow.info().workflow_id}/{workflow.uuid4().hex[:8]}/{attempt}",
+            run=self.task.spec.run,
+            role="trainer",
+            tag="train",
+            candidates=nodes,
+            count=len(nodes),
+            priority=pipeline.TRAINER_PRIORITY,
+            owner=self.task.owner,
+            spec=self.task.spec,
+        )
+        if not await calls.tell(self.task.pool, "request", request):
+            raise ApplicationError(f"{self.task.pool} does not run: start the node agents first", non_retryable=True)
+        self.requested, self.requested_at = request.request_id, workflow.now()
+
+    async def train(self, lease: LeaseEvent) -> list[TrainOutcome] | None:
+        """Send the batch to every member; None if the gang was lost (``self.lost`` says why)."""
+        self.set_phase("training")
+        assert self.manifest is not None  # noqa: S101 - set by _claim
+        limit = self.task.spec.trainer.step_time_limit_s
+        handles = [self._train_on(node, lease, self.manifest, limit) for node in lease.members]
+        try:
+            await self.until("the update", lambda: _settled(handles) or bool(self.lost))
+            if self.lost and not all(h.done() for h in handles):
+                return None
+            return [await handle for handle in handles]
+        except ActivityError as error:
+            self.lost = self.lost or calls.reason_of(error)
+            return None
+        finally:
+            for handle in handles:
+                if not handle.done():
+                    handle.cancel()
+
+    def _train_on(
+        self, node: str, lease: LeaseEvent, manifest: ManifestRef, limit: float
+    ) -> ActivityHandle[TrainOutcome]:
+        train = TrainTask(
+            run=self.task.spec.run,
+            lease=lease.lease,
+            epoch=lease.epoch,
+            node=node,
+            gang=lease.gang or "",
+            lineage=self.task.lineage,
+            manifest=manifest,
+            time_limit_s=limit,
+        )
+        return calls.on_node(
+            "train_step",
+            train,
+            TrainOutcome,
+            queue=node_queue(node),
+            limit_s=limit + 60,
+            summary=f"step {self.task.step} on {node}",
+        )
+
+    def _ready(self) -> bool:
+        return self.lease is not None and self.lease.state == "ready"
+
+
+def _settled(handles: list[ActivityHandle[TrainOutcome]]) -> bool:
+    """All members are done, or one has failed."""
+    return all(h.done() for h in handles) or any(h.done() and h.exception() is not None for h in handles)
