@@ -70,9 +70,9 @@ TASKS = {
         last=3,
         lanes=(LANES[0],),
         sections={
-            "algorithm": {"group_size": 8, "groups_per_step": 4, "drop_zero_variance": False},
-            "trainer": {"learning_rate": 2e-5},
-            "pipeline": {"steps": 8, "target_in_flight": 32},
+            "algorithm": {"group_size": 4, "groups_per_step": 6, "drop_zero_variance": False},
+            "trainer": {"learning_rate": 1e-5},
+            "pipeline": {"steps": 8, "target_in_flight": 24},
         },
     ),
 }
