@@ -27,7 +27,7 @@ POLL_S = 1.0
 LIMIT_S = 3600.0
 """Of one run."""
 BUILD_LIMIT_S = 1800.0
-METER_S = 1.0
+METER_S = 2.0
 
 
 def make_models(tasks: Sequence[str], models: Path, say: Callable[[str], None]) -> None:

@@ -56,8 +56,8 @@ TASKS = {
         lanes=LANES,
         sections={
             "algorithm": {"group_size": 4, "groups_per_step": 8, "drop_zero_variance": False},
-            "trainer": {"learning_rate": 3e-4},
-            "pipeline": {"steps": 24, "target_in_flight": 32},
+            "trainer": {"learning_rate": 1.5e-4},
+            "pipeline": {"steps": 32, "target_in_flight": 32},
         },
         ppo={"critic_learning_rate": 1e-3},
     ),
