@@ -49,7 +49,7 @@ class LiveSettings:
     """One bench."""
 
     pipelines: tuple[str, ...] = PIPELINES
-    steps: int = 4
+    steps: int = 5
     groups_per_step: int = 16
     group_size: int = 8
     target_in_flight: int = 64

@@ -13,7 +13,9 @@ from temporalio.client import Client, WorkflowHistory
 from storage.errors import ConfigError
 from storage.ledger import Interval, StepRecord
 
-MIN_STEPS = 3
+WARM_UP = 2
+"""Updates before the measured time: in the first processes start, and in the second costs are measured."""
+MIN_STEPS = WARM_UP + 2
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,12 @@ class Window:
 
 
 def steady(steps: Sequence[StepRecord]) -> Window:
-    """From the first commit, when every process has started, to the last but one: while the last update is made, no
-    step is left to roll out for, whatever the pipeline. Needs three steps."""
+    """From the end of the warm-up to the last commit but one: while the last update is made, no step is left to roll out
+    for, whatever the pipeline. Raises :class:`ConfigError` for fewer than :data:`MIN_STEPS`."""
     commits = sorted(step.recorded for step in steps)
     if len(commits) < MIN_STEPS:
         raise ConfigError(f"{len(commits)} steps have no steady part: make at least {MIN_STEPS}")
-    return Window(commits[0], commits[-2])
+    return Window(commits[WARM_UP - 1], commits[-2])
 
 
 def busy_s(intervals: Iterable[Interval], window: Window) -> float:
@@ -63,10 +65,10 @@ def switching_s(intervals: Sequence[Interval], node: str, window: Window) -> flo
 
 
 def figures(intervals: Sequence[Interval], steps: Sequence[StepRecord], nodes: Sequence[str]) -> dict[str, object]:
-    """What the table and the JSON line say of one pipeline; its first step, in which processes start, is left out."""
+    """What the table and the JSON line say of one pipeline, without its warm-up."""
     window = steady(steps)
     idle = idle_fractions(intervals, nodes, window)
-    later = sorted(steps, key=lambda step: step.recorded)[1:]
+    later = sorted(steps, key=lambda step: step.recorded)[WARM_UP:]
     wall = later[-1].recorded - window.start
     return {
         "idle_fraction": round(fmean(idle.values()), 4),
