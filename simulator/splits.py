@@ -106,7 +106,7 @@ def balanced(scenario: Scenario) -> int:
     low, high, _ = _bounds(scenario, None, None)
     seconds = simulate(split(scenario, min(high, max(low, scenario.cluster.size // 2)))).seconds
     train, decode = seconds.get("train", 0.0), seconds.get("decode", 0.0)
-    return round(scenario.cluster.size * train / max(1e-9, train + decode))
+    return min(high, max(low, round(scenario.cluster.size * train / max(1e-9, train + decode))))
 
 
 def _bounds(scenario: Scenario, low: int | None, high: int | None) -> tuple[int, int, int]:

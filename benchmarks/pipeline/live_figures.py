@@ -31,8 +31,8 @@ class Window:
 
 
 def steady(steps: Sequence[StepRecord]) -> Window:
-    """From the end of the warm-up to the last commit but one: while the last update is made, no step is left to roll out
-    for, whatever the pipeline. Raises :class:`ConfigError` for fewer than :data:`MIN_STEPS`."""
+    """From the end of the warm-up to the last commit but one: while the last update is made, no step is left to roll
+    out for, whatever the pipeline. Raises :class:`ConfigError` for fewer than :data:`MIN_STEPS`."""
     commits = sorted(step.recorded for step in steps)
     if len(commits) < MIN_STEPS:
         raise ConfigError(f"{len(commits)} steps have no steady part: make at least {MIN_STEPS}")

@@ -13,7 +13,7 @@ from simulator.lending import LENDING, PEERS, Hysteresis, JustInTime
 from simulator.measure import Result
 from simulator.presets import preset
 from simulator.run import Scenario, simulate
-from simulator.splits import balanced, climb, search, split
+from simulator.splits import balanced, climb, split
 from workflows.scheduling.pipeline import policy
 from workflows.spec import PipelineSpec
 
@@ -26,7 +26,7 @@ STALENESS = 1
 ENDLESS = 100_000
 WARM_UP, STEPS = 2, 4
 """Updates before the measured time, in which a run fills, and those that are measured."""
-SEARCH_WARM_UP, SEARCH_STEPS = 1, 2
+SEARCH_WARM_UP, SEARCH_STEPS = 2, 2
 LARGE_WARM_UP, LARGE_STEPS = 1, 1
 """The same from more than :data:`SEARCHED` nodes up to those that are simulated one by one: each takes a minute."""
 DRIFT_STEPS, DRIFT_PACE = 10, 20
@@ -129,7 +129,9 @@ def measure(name: str, nodes: int, shares: dict[str, float]) -> Cell:
     began = time.perf_counter()
     choices = {"colocated": Choice(nodes, _final(scenario(name, nodes, "colocated"), nodes))}
     for variant in variants(nodes):
-        choices[variant] = _choice(scenario(name, nodes, variant), _trainers(name, nodes, variant, shares))
+        fixed = choices["off_policy+parts"].trainers if variant == OURS and nodes <= SEARCHED else None
+        count = _trainers(name, nodes, variant, shares, fixed)
+        choices[variant] = _choice(scenario(name, nodes, variant), count)
     for peer in PEERS if nodes <= EXPLORED else ():
         tried = {choices[other].trainers for other in ("off_policy", OURS)}
         options = [_choice(scenario(name, nodes, peer), count) for count in sorted(tried)]
@@ -142,15 +144,15 @@ def variants(nodes: int) -> tuple[str, ...]:
     return (*EQUAL_STALENESS, OURS) if SEARCHED < nodes <= EXACT else (*STATIC, OURS)
 
 
-def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float]) -> int:
-    """How many nodes train: searched, or by the share that a search at a smaller size has found."""
+def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float], guess: int | None = None) -> int:
+    """How many nodes train: searched, from ``guess`` on, or by the share that a search at a smaller size has found."""
     known = max(1, round(shares[variant] * nodes)) if variant in shares else None
     if known is not None and (nodes > SEARCHED or variant in ON_POLICY):
         return known
     asked = _briefly(scenario(name, nodes, variant))
     if variant in ON_POLICY:  # they lose by far; their best split need not be known to the node
-        return search(asked, refine=False).best
-    found = climb(asked, known or balanced(asked))
+        return balanced(asked)
+    found = climb(asked, guess or known or balanced(asked))
     return found.calmest(CLOSE) if variant == OURS else found.best
 
 
