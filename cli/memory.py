@@ -55,7 +55,8 @@ def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
         split = gang if spec.trainer.zero_stage else 1
         gradients = weights // gang if spec.trainer.zero_stage >= 2 else weights
         trained = 2 if spec.algorithm.has_critic else 1
-        frozen = 0 if spec.algorithm.kl == "none" else weights
+        kept = weights // gang if spec.trainer.zero_stage == 3 else weights
+        frozen = 0 if spec.algorithm.kl == "none" else kept
         total += node.ranks * (BASE_BYTES + trained * (weights + gradients + states // split) + frozen)
     return total
 

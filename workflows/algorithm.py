@@ -108,7 +108,8 @@ class AlgorithmSpec(Spec):
     kl_coefficient: float | None = Field(default=None, gt=0)
     """Its weight; needed with ``kl``."""
     reference: str | None = None
-    """Directory of the reference model; None: the run's initial weights. Kept by each rank of the trainer."""
+    """Directory of the reference model; None: the run's initial weights. Kept by each rank of the trainer; with ZeRO
+    stage 3 it is split over them."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     critic: str | None = None

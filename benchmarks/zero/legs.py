@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _CASES = (
     Case(turns=3, siblings=3, opening=12, prompt=4, answer=4, branches=True),
     Case(turns=1, siblings=4, opening=16, prompt=0, answer=5),
 )
-_ALGORITHM = {"name": "rloo", "entropy_coefficient": 0.01}
+_ALGORITHM = {"name": "rloo", "entropy_coefficient": 0.01, "kl": "k3", "kl_coefficient": 0.1}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ def _rows(step: int) -> list[WeightedTrajectory]:
 
 
 def _plan(backend: DeepSpeedBackend, spec: RunSpec, rows: Sequence[WeightedTrajectory]) -> list[MicroBatch]:
-    return plan(rows, rank=backend.rank, ranks=backend.world_size, row_tokens=spec.trainer.row_tokens)[0]
+    batches, _ = plan(rows, rank=backend.rank, ranks=backend.world_size, row_tokens=spec.trainer.row_tokens)
+    found = backend.reference_logprobs(batches, 1.0)
+    return [replace(batch, reference_logprob_N=column) for batch, column in zip(batches, found, strict=True)]
 
 
 def _published(backend: DeepSpeedBackend, folder: Path) -> str:

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from storage.errors import ConfigError, GangLost
 from workers.trainer.backend import StepOutcome
 from workers.trainer.critic import ValueModel
-from workers.trainer.deepspeed_config import deepspeed_config, refuse_idle_settings
+from workers.trainer.deepspeed_config import choose_kernels, deepspeed_config, refuse_idle_settings
 from workers.trainer.forward import arguments, logits_of, to, use_trees
 from workers.trainer.launch import Launch
 from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
@@ -64,8 +64,7 @@ class DeepSpeedBackend:
         """Raises :class:`ConfigError` if the model cannot be read, :class:`GangLost` if the ranks do not meet."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.manual_seed(self._spec.seed)
-        if self._spec.trainer.deterministic:
-            _use_deterministic_kernels()
+        choose_kernels(self._spec.trainer)
         deepspeed.accelerator.get_accelerator().set_device(self._launch.local_rank)
         self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         self._parking = Parking(self._device)
@@ -80,13 +79,23 @@ class DeepSpeedBackend:
         self._companions()
 
     def _companions(self) -> None:
-        """The reference, whole on each rank, and the critic: where the run's algorithm has them."""
+        """Reference and critic, where the run's algorithm has them."""
         algorithm, initial = self._spec.algorithm, self._spec.model.path
         if algorithm.kl != "none":
-            self._reference = self._model(algorithm.reference or initial, "algorithm.reference").eval()
+            self._reference = self._frozen(self._model(algorithm.reference or initial, "algorithm.reference"))
         if algorithm.has_critic:
             model = ValueModel(self._model(algorithm.critic or initial, "algorithm.critic"))
             self._critic = self._trained(model, algorithm.critic_learning_rate or _CRITIC_LEARNING_RATE)
+
+    def _frozen(self, model: Any) -> Any:
+        """The same weights for ever: whole on each rank, unless the policy's are split."""
+        model.requires_grad_(requires_grad=False).eval()
+        if self._spec.trainer.zero_stage < 3:
+            return model
+        config = deepspeed_config(self._spec.trainer, model, self.compute_dtype, self._device)
+        engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+        engine.eval()
+        return engine
 
     def _trained(self, model: Any, learning_rate: float) -> Any:
         """A DeepSpeed engine around a model."""
@@ -274,14 +283,6 @@ class DeepSpeedBackend:
     def _grad_norm(self) -> float:
         norm = self._engine.get_global_grad_norm()
         return self._clipped_norm if norm is None else float(norm)
-
-
-def _use_deterministic_kernels() -> None:
-    """cuBLAS has them only with a workspace of fixed size, which it reads when the first kernel starts."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # Filling is a debugging aid that costs a pass over memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _bfloat16_instructions(device: torch.device) -> bool:

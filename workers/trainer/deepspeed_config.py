@@ -1,7 +1,8 @@
-"""What DeepSpeed is told of a run."""
+"""What DeepSpeed and torch are told of a run."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ def refuse_idle_settings(trainer: TrainerSpec, device: torch.device) -> None:
             f"trainer.offload {trainer.offload} moves state from a GPU to main memory, but this rank computes on the "
             "CPU, with all of it in main memory: set it to none, or train on a node with a GPU"
         )
+
+
+def choose_kernels(trainer: TrainerSpec) -> None:
+    """cuBLAS has deterministic ones only with a workspace of fixed size, told before the first kernel starts."""
+    if trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(trainer.deterministic)
+    # Filling is a debugging aid that costs a pass over memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _zero(trainer: TrainerSpec, model: torch.nn.Module, device: torch.device) -> dict[str, Any]:

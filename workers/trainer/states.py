@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
@@ -86,6 +87,11 @@ def _check(engine: Any, folder: Path) -> int:
         raise ConfigError(f"{folder} holds no optimizer state: start the run from its first step")
     if different := sorted(wanted.keys() ^ found):
         raise ConfigError(f"{folder} is of another model: {different[0]} is in one of them only")
+    for name, shape in wanted.items():
+        with safe_open(_file(folder, name), "pt") as file:
+            saved = tuple(file.get_slice("weight").get_shape())
+        if saved != tuple(shape):
+            raise ConfigError(f"{folder} is of another model: {name} has shape {saved} there and {tuple(shape)} here")
     return int(json.loads((folder / "updates.json").read_text()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -351,6 +352,20 @@ def test_a_checkpoint_of_another_gang_is_not_resumed(world: World) -> None:
     other, _ = world.trainer(checkpoint=path)
     with pytest.raises(ConfigError, match=r"compute_dtype bfloat16, this gang has float32"):
         other.start()
+
+
+def test_a_checkpoint_of_a_gang_of_another_size_is_resumed(world: World) -> None:
+    trainer, _ = world.trainer()
+    trainer.start()
+    path = Path(trainer.update(world.request(0)).checkpoint_path)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "world_size": 8}))
+    files = json.loads((path / "manifest.json").read_text())
+    files["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(files))
+    other, backend = world.trainer(checkpoint=path)
+    other.start()
+    assert (str(backend.value), other.progress.version) == ((path / "value").read_text(), 1)
 
 
 def test_old_checkpoints_go_when_a_step_starts(world: World) -> None:
