@@ -27,6 +27,14 @@ def test_26_a_character_that_never_comes_whole_is_one_replacement(renderer):
     assert detokenizer.flush() == ""
 
 
+@pytest.mark.parametrize("size", [1, 3, 9, 20, 1000])
+def test_26_text_that_comes_in_portions_of_any_size_adds_up(renderer, size):
+    ids = toy_ids("plain \N{GRINNING FACE}\N{LATIN SMALL LETTER E WITH ACUTE} and \N{GRINNING FACE}" * 5, end=False)
+    detokenizer = Detokenizer(renderer.decode)
+    shown = [detokenizer.feed(ids[at : at + size]) for at in range(0, len(ids), size)]
+    assert "".join(shown) + detokenizer.flush() == renderer.decode(ids)
+
+
 @pytest.mark.parametrize(
     ("stops", "parts", "shown", "matched"),
     [
