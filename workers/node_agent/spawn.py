@@ -14,6 +14,8 @@ TAIL_BYTES = 4000
 KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """Tensors of one step have the sizes of the last: glibc keeps their pages instead of having them zeroed anew, which
 takes four fifths of the page faults and of the system time out of a training step on CPU."""
+_children: set[int] = set()
+"""Started here and not known to have been reaped."""
 
 
 def spawn(
@@ -23,6 +25,7 @@ def spawn(
 
     Raises :class:`ConfigError` if it cannot be started or pinned.
     """
+    _reap()
     log.parent.mkdir(parents=True, exist_ok=True)
     limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     with log.open("ab") as output:
@@ -39,9 +42,21 @@ def spawn(
             raise ConfigError(f"{command[0]} cannot be started: {error.strerror or error}") from None
     reference = ProcessRef.of(process.pid)
     process.returncode = 0  # it is not waited for here: residency reaps it, also after a restart of this process
+    _children.add(process.pid)
     if cores:
         _pin(process.pid, cores)
     return reference
+
+
+def _reap() -> None:
+    """Let the ended ones go that nobody asked for any more: they would stay in the process table as zombies."""
+    for child in list(_children):
+        try:
+            ended, _ = os.waitpid(child, os.WNOHANG)
+        except ChildProcessError:  # residency was first
+            ended = child
+        if ended:
+            _children.discard(child)
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

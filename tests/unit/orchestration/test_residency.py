@@ -7,11 +7,14 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from workers.node_agent.spawn import spawn
 from workers.residency import ProcessRef
 
 LEADER = """
@@ -83,3 +86,14 @@ def test_a_process_stays_the_same_when_the_clock_is_set(monkeypatch: pytest.Monk
 def test_a_later_process_with_the_same_pid_is_another_one() -> None:
     known = ProcessRef.of(os.getpid())
     assert not known.model_copy(update={"start_time": known.start_time - 0.01}).alive()
+
+
+def test_processes_that_ended_leave_no_zombies_when_the_next_is_started(tmp_path: Path) -> None:
+    def start(program: str) -> ProcessRef:
+        return spawn([program, "0"], log=tmp_path / "log", cores=(), threads=1, environment={})
+
+    ended = start("sleep")
+    while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    start("sleep")
+    assert not psutil.pid_exists(ended.pid)
