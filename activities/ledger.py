@@ -311,6 +311,7 @@ class LedgerActivities:
             weights_path=checkpoint.weights.path,
             weights_digest=checkpoint.weights.digest,
             metrics=task.metrics,
+            dropped=task.dropped,
         )
         self._ledger.record_step(task.run, task.lineage, task.step, task.metrics)
         known = {(i.node, i.kind, i.start) for i in self._ledger.intervals(task.run)}

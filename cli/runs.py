@@ -32,10 +32,11 @@ from workers.cluster import ClusterConfig
 from workflows.messages import LeaseView, NodeProfiled, PoolStatus, ProfileTask, RunResult, RunStatus
 from workflows.profile_node import ProfileInput
 from workflows.queues import CONTROL_QUEUE
-from workflows.spec import RunSpec
+from workflows.spec import RESUMABLE, RunSpec
 
 Answer = TypeVar("Answer")
 DIGEST_MEMO = "spec_digest"
+RESUMABLE_MEMO = "trainer_resumable"
 TASK_TIMEOUT = timedelta(seconds=60)
 
 
@@ -74,9 +75,9 @@ class Runs:
 
         Raises :class:`ConfigError` if a run of this name exists with another run file.
         """
-        digest = spec.digest()
+        memo = {DIGEST_MEMO: spec.digest(), RESUMABLE_MEMO: spec.trainer.model_dump(include=RESUMABLE)}
         with contextlib.suppress(NotFoundError):  # a failed run goes on only with the run file it had
-            await self._same_spec(spec.run, digest)
+            await self._same_spec(spec.run, memo)
         try:
             await self._call(
                 "start of the run",
@@ -87,7 +88,7 @@ class Runs:
                     task_queue=CONTROL_QUEUE,
                     id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
                     task_timeout=TASK_TIMEOUT,
-                    memo={DIGEST_MEMO: digest},
+                    memo=memo,
                     static_summary=f"training run {spec.run}",
                 ),
             )
@@ -175,11 +176,18 @@ class Runs:
         except WorkflowUpdateFailedError as error:
             raise SeamlessFlowError(f"{workflow} refused {update!r}: {_reason(error)}") from error
 
-    async def _same_spec(self, run: str, digest: str) -> None:
+    async def _same_spec(self, run: str, memo: dict[str, Any]) -> None:
         handle = self._client.get_workflow_handle(run_id(run))
         description = await self._call("state of the run", handle.describe())
         # A run that was started from the Temporal UI has no memo: the ledger compares it.
-        if (await description.memo()).get(DIGEST_MEMO, digest) != digest:
+        known = memo | await description.memo()
+        lives = description.status == WorkflowExecutionStatus.RUNNING
+        if lives and known[RESUMABLE_MEMO] != memo[RESUMABLE_MEMO]:
+            raise ConfigError(
+                f"run {run!r} is running with {known[RESUMABLE_MEMO]} in its trainer section, and would not take notice of "
+                f"{memo[RESUMABLE_MEMO]}: stop it first"
+            )
+        if known[DIGEST_MEMO] != memo[DIGEST_MEMO]:
             raise ConfigError(
                 f"run {run!r} exists already with another run file: "
                 "change the name behind `run:`, or use a new --state folder"

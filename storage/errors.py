@@ -22,7 +22,9 @@
     │   ├── AuthenticationFailed    no key, an unknown key, or a key of another session
     │   └── SessionClosed           the session's attempt has ended
     ├── TrainerError                a training process failed
-    │   └── GangLost                a rank died: the gang restarts from the last checkpoint
+    │   ├── GangLost                a rank died: the gang restarts from the last checkpoint
+    │   ├── BadBatch                a loss or gradient is no finite number; the weights are as before the step
+    │   └── OutOfMemory             a rank had too little memory: the same settings would fail again
     ├── AgentError                  the user's agent raised, hung or exited non-zero
     └── RewardError                 the user's reward raised, hung or returned something that is no finite number
 
@@ -135,6 +137,14 @@ class TrainerError(SeamlessFlowError):
 
 class GangLost(TrainerError):
     """A rank died: the gang restarts from the last checkpoint."""
+
+
+class BadBatch(TrainerError):
+    """A loss or gradient is no finite number; the weights are as before the step, and another try gives the same."""
+
+
+class OutOfMemory(TrainerError):
+    """A rank had too little memory for a step: the same settings would fail again."""
 
 
 class AgentError(SeamlessFlowError):

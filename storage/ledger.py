@@ -2,7 +2,8 @@
 
 A sample goes queued -> running(attempt) -> finished -> scored -> grouped ->
 claimed(step, lineage) -> trained, or ends filtered(cause) or failed(cause)
-before it is claimed. Every method is one transaction; terminal states are
+before it is claimed; one that an update had to leave out ends filtered(cause)
+with that step's checkpoint. Every method is one transaction; terminal states are
 terminal; a caller with a stale attempt, lineage or epoch gets
 :class:`~storage.errors.FencedError`; repeated commits change nothing. Methods
 are synchronous and thread-safe: call them from a thread, not from an event loop.

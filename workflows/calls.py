@@ -34,9 +34,13 @@ PERMANENT = [
     "NotFoundError",
     "GangLost",
     "TrainerError",
+    "BadBatch",
+    "OutOfMemory",
     "NoUsableGroups",
     "EndOfData",
 ]
+STOPS_THE_RUN = frozenset({"BadBatch", "OutOfMemory", "ConfigError"})
+"""Failures of an update that a new gang would have again, with the same batch and the same settings."""
 HEARTBEAT = timedelta(seconds=20)
 """Crash detection of a supervisor, and the longest outage of the server that it does not notice."""
 FOREVER = timedelta(days=30)

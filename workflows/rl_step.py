@@ -103,6 +103,7 @@ class RlStep(StepBatch):
             step=self.task.step,
             checkpoint=checkpoint,
             metrics=metrics,
+            dropped=next(o.dropped for o in outcomes if o.checkpoint),
             intervals=(
                 *self.head_start.busy,
                 *(TrainInterval(node=o.node, start=o.start, end=o.end) for o in outcomes),

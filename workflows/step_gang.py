@@ -72,8 +72,11 @@ class StepGang(StepBase):
             await self.until("the update", lambda: _settled(handles) or bool(self.lost))
             if self.lost and not all(h.done() for h in handles):
                 return None
-            return [await handle for handle in handles]
+            return [await handle for handle in sorted(handles, key=_without_result)]
         except ActivityError as error:
+            cause = error.cause
+            if isinstance(cause, ApplicationError) and cause.type in calls.STOPS_THE_RUN:
+                raise ApplicationError(cause.message, type=cause.type, non_retryable=True) from None
             self.lost = self.lost or calls.reason_of(error)
             return None
         finally:
@@ -105,6 +108,11 @@ class StepGang(StepBase):
 
     def _ready(self) -> bool:
         return self.lease is not None and self.lease.state == "ready"
+
+
+def _without_result(handle: ActivityHandle[TrainOutcome]) -> bool:
+    """Order of waiting: one that has failed says why the others do not end."""
+    return not handle.done()
 
 
 def _settled(handles: list[ActivityHandle[TrainOutcome]]) -> bool:

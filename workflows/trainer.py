@@ -9,6 +9,19 @@ from pydantic import Field, model_validator
 from workflows.section import Spec
 
 
+RESUMABLE = {
+    "on_bad_batch",
+    "row_tokens",
+    "activation_checkpointing",
+    "offload",
+    "zero_stage",
+    "learning_rate",
+    "grad_clip",
+    "step_time_limit_s",
+}
+"""Keys that may differ when a run that stopped is started again: what it takes to go on."""
+
+
 class TrainerSpec(Spec):
     backend: Literal["deepspeed"] = "deepspeed"
     """Training back end."""
@@ -47,6 +60,10 @@ class TrainerSpec(Spec):
     that engines may still need."""
     step_time_limit_s: float = Field(default=1800.0, gt=0)
     """Deadline of one update."""
+    on_bad_batch: Literal["stop", "skip"] = "stop"
+    """What becomes of a step whose loss or gradient is no finite number. ``stop``: the run stops, says which sessions
+    made it, and goes on from there when it is started again. ``skip``: these samples end as ``filtered(not_finite)``
+    and the others are trained; it stops if that is all of them, for then it is not the samples."""
 
     @model_validator(mode="after")
     def _everything_can_act(self) -> TrainerSpec:

@@ -19,6 +19,8 @@ from storage.books.schema import batches, checkpoints, groups, runs, samples
 from storage.errors import ConfigError, FencedError, IntegrityError, NotFoundError
 from workflows.scheduling.selection import Selection, ordinal_window
 
+NOT_FINITE = "not_finite"
+"""Cause of samples whose loss was no finite number."""
 REWOUND = "rewound"
 """State of a batch whose claim moved to a newer lineage."""
 
@@ -136,10 +138,12 @@ class Batches(Part):
         weights_path: str,
         weights_digest: str,
         metrics: Mapping[str, Any],
+        dropped: Sequence[str] = (),
     ) -> None:
         """Commit a checkpoint that contains ``step``; every claim up to it becomes trained in the same transaction.
 
-        The same checkpoint again changes nothing.
+        But samples whose session the update ``dropped`` end ``filtered(not_finite)``. The same checkpoint again changes
+        nothing.
 
         Raises:
             NotFoundError: the step was not claimed.
@@ -158,6 +162,9 @@ class Batches(Part):
                 raise NotFoundError(f"step {lineage}.{step} of run {run!r} was not claimed: nothing to commit")
             row: dict[str, Any] = {"run": run, "lineage": lineage, "step": step, **refs, "metrics": dict(metrics)}
             connection.execute(checkpoints.insert().values(**row, created=time.time()))
+            untrained = _of_step(samples, run, lineage, step) & samples.c.session.in_(dropped)
+            ended = {"state": State.FILTERED, "cause": NOT_FINITE}
+            connection.execute(samples.update().where(untrained, samples.c.state == State.CLAIMED).values(**ended))
             for table in (samples, groups, batches):
                 taken = (table.c.run == run) & (table.c.lineage == lineage) & (table.c.step <= step)
                 claimed = table.c.state == State.CLAIMED

@@ -22,7 +22,7 @@ class Runs(Part):
     """Rows by run: spec, state, admission, metrics, busy intervals, human commands."""
 
     def create_run(self, run: str, spec: Mapping[str, Any], spec_digest: str) -> None:
-        """Enter a run; the same run with the same digest is entered once.
+        """Enter a run; the same run with the same digest is entered once, and keeps the spec it was given last.
 
         Raises:
             ConfigError: the run exists with another spec.
@@ -36,6 +36,7 @@ class Runs(Part):
                     f"run {run!r} exists with another run file (digest {found[:12]}, not {spec_digest[:12]}): "
                     "give the changed run another name"
                 )
+            connection.execute(runs.update().where(runs.c.run == run).values(spec=dict(spec)))
 
     def run_info(self, run: str) -> RunInfo:
         """Raises NotFoundError if there is no such run."""

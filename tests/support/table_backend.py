@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.trainer.backend import StepOutcome
 from workers.trainer.batch import Batch
 from workers.trainer.objective import Objective, StepSums, ValueObjective, token_logprobs
 from workers.trainer.packing import MicroBatch, plan
-from workers.trainer.step import Planner, Trained, train_batch
+from workers.trainer.step import Planner, Trained, Work
 from workflows.algorithm import AlgorithmSpec
 
 VOCABULARY = 64
@@ -37,18 +37,31 @@ class TableBackend:
         self.policy = table(0).requires_grad_()
         self.reference = table(1)
         self.critic = table(2, 1).requires_grad_()
+        self.gradient = torch.zeros_like(self.policy)
 
-    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
-        sums, total = StepSums(), torch.zeros(())
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
+        sums = StepSums()
         for batch in batches:
             loss, part = objective(self.policy[predictors(batch)], batch)
-            total = total + loss
             sums.add(part)
-        self._descend(self.policy, total, self.rate)
+            (gradient,) = torch.autograd.grad(scale * loss, self.policy)
+            self.gradient = self.gradient + gradient
         everything = StepSums()
         for part in self.gather(sums):
             everything.add(part)
-        return StepOutcome(everything, 1.0)
+        return everything
+
+    def update(self, scale: float) -> float:
+        gradient = scale * torch.stack(self.gather(self.gradient)).sum(0)
+        self.forget()
+        norm = float(gradient.norm())
+        if math.isfinite(norm):
+            with torch.no_grad():
+                self.policy -= self.rate * gradient
+        return norm
+
+    def forget(self) -> None:
+        self.gradient = torch.zeros_like(self.policy)
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[npt.NDArray[np.float32]]:
         return [_logprobs(self.policy, batch, temperature) for batch in batches]
@@ -62,22 +75,25 @@ class TableBackend:
     def update_critic(self, batches: Sequence[MicroBatch], objective: ValueObjective) -> float:
         losses = [objective(self.critic[predictors(batch), 0], batch) for batch in batches]
         total = torch.stack(losses).sum()
-        self._descend(self.critic, total, 1.0)
-        return sum(self.gather(float(total.detach())))
-
-    def _descend(self, weights: Tensor, loss: Tensor, rate: float) -> None:
-        """By the sum of all ranks' gradients."""
-        (gradient,) = torch.autograd.grad(loss, weights)
+        (gradient,) = torch.autograd.grad(total, self.critic)
         with torch.no_grad():
-            weights -= rate * torch.stack(self.gather(gradient)).sum(0)
+            self.critic -= torch.stack(self.gather(gradient)).sum(0)
+        return sum(self.gather(float(total.detach())))
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
     def initialize(self) -> None: ...
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
-    def publish(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        torch.save((self.policy.detach(), self.critic.detach()), folder / "tables.pt")
+
+    def load(self, folder: Path) -> None:
+        policy, critic = torch.load(folder / "tables.pt")
+        self.policy, self.critic = policy.requires_grad_(), critic.requires_grad_()
+
+    def publish(self, folder: Path) -> None:
+        (folder / "policy.safetensors").write_bytes(self.policy.detach().numpy().tobytes())
+
     def park(self) -> None: ...
     def unpark(self) -> None: ...
     def close(self) -> None: ...
@@ -97,7 +113,7 @@ class TableGang:
         """What each rank gives."""
 
         def work(backend: TableBackend) -> Trained:
-            return train_batch(batch, algorithm, backend, planner(row_tokens, backend.rank, len(self.backends)))
+            return Work(batch, algorithm, backend, planner(row_tokens, backend.rank, len(self.backends))).run()
 
         with ThreadPoolExecutor(len(self.backends)) as threads:
             return list(threads.map(work, self.backends))

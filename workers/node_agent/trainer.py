@@ -139,6 +139,7 @@ class TrainerHost:
             end=time.time(),
             checkpoint=_checkpoint(leader) if leader else None,
             metrics={k: float(v) for k, v in results[0].metrics.model_dump().items()},
+            dropped=results[0].dropped,
         )
 
     async def accumulate(self, task: TrainTask) -> TrainInterval:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +45,15 @@ def measure(path: Path, dtype: str, threads: int, loads: Iterable[tuple[int, int
         objective = Objective(spec.algorithm, temperature=1.0, step=0)
         for count, tokens in loads:
             batches = [_sequence(number, tokens, vocabulary, count) for number in range(count)]
-            seconds = median_s(lambda batches=batches: backend.update(batches, objective), tries=TRIES)  # type: ignore[misc]
+            seconds = median_s(partial(_update, backend, batches, objective), tries=TRIES)
             yield TrainPoint(count * tokens, tokens, seconds)
     finally:
         backend.close()
+
+
+def _update(backend: DeepSpeedBackend, batches: Sequence[MicroBatch], objective: Objective) -> None:
+    backend.accumulate(batches, objective, 1.0)
+    backend.update(1.0)
 
 
 def _sequence(number: int, tokens: int, vocabulary: int, count: int) -> MicroBatch:

@@ -101,8 +101,8 @@ def _make_trainer(launch: Launch) -> Trainer:
     return Trainer(
         launch,
         DeepSpeedBackend(launch),
-        lambda request, without=frozenset(): read_batch(
-            store, request, launch.spec.run, launch.spec.algorithm, without
+        lambda request, without=frozenset(), dropped=frozenset(): read_batch(
+            store, request, launch.spec.run, launch.spec.algorithm, without, dropped
         ),
         CheckpointFolder(state.checkpoints(launch.spec.run)),
         WeightsStore(state.weights(launch.spec.run)),

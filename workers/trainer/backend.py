@@ -6,7 +6,6 @@ All methods are collective: every rank of the gang calls them in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -17,16 +16,6 @@ from workers.trainer.objective import Objective, StepSums, ValueObjective
 from workers.trainer.packing import MicroBatch
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one optimizer step gives."""
-
-    sums: StepSums
-    """Over all ranks."""
-    grad_norm: float
-    """Global, before clipping."""
 
 
 class TrainingBackend(Protocol):
@@ -47,15 +36,18 @@ class TrainingBackend(Protocol):
     def initialize(self) -> None:
         """Meet the other ranks and load the initial model."""
 
-    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
-        """One optimizer step on the gradient of the summed loss of all micro-batches of all ranks."""
-
     def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
-        """Add ``scale`` times the gradient of their loss to what :meth:`finish` will use; their sums over all ranks."""
+        """Add ``scale`` times the gradient of their loss to what :meth:`update` will use; their sums over all ranks.
+
+        ``batches`` is gone through once, in order: who gave it knows from that which one is in work.
+        """
         ...
 
-    def finish(self, scale: float) -> float:
-        """One optimizer step on ``scale`` times what was accumulated; the gradient's global norm before clipping."""
+    def update(self, scale: float) -> float:
+        """One optimizer step on ``scale`` times what was accumulated; the gradient's global norm before clipping.
+
+        If that is not finite there is no step: the gradient is dropped and nothing else has changed.
+        """
         ...
 
     def forget(self) -> None:

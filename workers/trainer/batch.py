@@ -69,8 +69,9 @@ def read_batch(
     run: str,
     algorithm: AlgorithmSpec,
     without: frozenset[str] = frozenset(),
+    dropped: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Fetch, verify, weigh; groups whose shard's digest is in ``without`` are left out.
+    """Fetch, verify, weigh; groups whose shard's digest is in ``without`` and ``dropped`` sessions are left out.
 
     Every rank reads all shards: work is balanced over ranks by lengths, which only shards tell, and token ids are
     small beside what a rank computes from them.
@@ -92,7 +93,11 @@ def read_batch(
     if algorithm.token_staleness is not None and algorithm.stale_tokens == "drop":
         oldest = manifest.step - algorithm.token_staleness
     wanted = [g for g in manifest.groups if g.sha256 not in without]
-    groups = [group_rows(decode(store.get(g.key, sha256=g.sha256)), g.sessions, oldest=oldest) for g in wanted]
+    groups = [
+        group_rows(decode(store.get(g.key, sha256=g.sha256)), sessions, oldest=oldest)
+        for g in wanted
+        if (sessions := [name for name in g.sessions if name not in dropped])
+    ]
     return replace(weigh(groups, manifest, algorithm), shards=frozenset(g.sha256 for g in wanted))
 
 

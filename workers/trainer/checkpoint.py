@@ -45,6 +45,8 @@ class TrainerState(BaseModel):
     parent: str
     """Digest of the checkpoint the update started from; empty for the initial model."""
     metrics: UpdateMetrics
+    dropped: tuple[str, ...] = ()
+    """Sessions of the manifest that were not trained."""
 
 
 @dataclass(frozen=True)

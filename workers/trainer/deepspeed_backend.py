@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from storage.errors import ConfigError, GangLost
-from workers.trainer.backend import StepOutcome
 from workers.trainer.critic import ValueModel
 from workers.trainer.deepspeed_config import choose_kernels, deepspeed_config, refuse_idle_settings
 from workers.trainer.forward import arguments, logits_of, to, use_trees
@@ -117,11 +117,6 @@ class DeepSpeedBackend:
     def learning_rate(self) -> float:
         return float(self._engine.lr_scheduler.get_last_lr()[0])
 
-    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
-        sums = self.accumulate(batches, objective, 1.0)
-        self._engine.step()
-        return StepOutcome(sums, self._grad_norm())
-
     def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
         sums = StepSums()
         for batch in batches:
@@ -134,21 +129,29 @@ class DeepSpeedBackend:
             total.add(part)
         return total
 
-    def finish(self, scale: float) -> float:
-        """DeepSpeed divides gradients by its loss scale where it clips them: one is set for the step alone."""
+    def update(self, scale: float) -> float:
+        """DeepSpeed divides gradients by its loss scale where it clips them: one is set for the step alone. It makes no
+        step on a norm that is not finite, but at stage 0, where :meth:`_clip` sees to that.
+        """
         optimizer = self._engine.optimizer
         if self._spec.trainer.zero_stage == 0:
-            for parameter in self._engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-            self._engine.step()
-            return self._grad_norm()
+            return self._update_whole(scale)
         optimizer.override_loss_scale(1.0 / scale)
         try:
             self._engine.step()
         finally:
             optimizer.custom_loss_scaler = False
         return self._grad_norm()
+
+    def _update_whole(self, scale: float) -> float:
+        for parameter in self._engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        try:
+            self._engine.step()
+        except FloatingPointError:
+            self.forget()
+        return self._clipped_norm
 
     def forget(self) -> None:
         """Stage 2 keeps what it has reduced apart from the parameters, with offload also how often it has."""
@@ -279,10 +282,11 @@ class DeepSpeedBackend:
     def _clip(self) -> None:
         """What DeepSpeed does at stage 0, but the norm is kept."""
         self._clipped_norm = float(clip_grad_norm_(self._engine.module.parameters(), self._spec.trainer.grad_clip))
+        if not math.isfinite(self._clipped_norm):
+            raise FloatingPointError(f"the gradient's norm is {self._clipped_norm}")
 
     def _grad_norm(self) -> float:
-        norm = self._engine.get_global_grad_norm()
-        return self._clipped_norm if norm is None else float(norm)
+        return float(self._engine.get_global_grad_norm())
 
 
 def _bfloat16_instructions(device: torch.device) -> bool:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
+from workers.trainer.guard import Guard
+from workers.trainer.memory import InWork
 from workers.trainer.objective import StepSums
-from workers.trainer.step import Planner, Trained, accumulate_batch
+from workers.trainer.step import Planner, Trained, Work
 from workflows.spec import AlgorithmSpec
 
 
@@ -28,18 +30,22 @@ class HeadStart:
     algorithm: AlgorithmSpec
     backend: TrainingBackend
     plan: Planner
+    at: InWork
     shards: set[str] = field(default_factory=set)
     mass: float = 0.0
     """Tokens or sessions accumulated: whatever the loss is a mean over."""
     trained: Trained = field(default_factory=lambda: Trained(StepSums()))
 
     def add(self, batch: Batch) -> None:
-        """Accumulate groups; those that are held already must not be among them. Collective."""
+        """Accumulate groups; those that are held already must not be among them. Collective.
+
+        Raises :class:`~workers.trainer.guard.NotFinite`: then :meth:`drop` it all.
+        """
         self.shards |= batch.shards
         if not batch.minibatches:
             return
         mass = mean_over(batch, self.algorithm)
-        found = accumulate_batch(batch, self.algorithm, self.backend, self.plan, mass)
+        found = Work(batch, self.algorithm, self.backend, self.plan, self.at).accumulate(mass)
         found.sums.loss *= mass
         self.mass += mass
         self.trained.sums.add(found.sums)
@@ -50,7 +56,7 @@ class HeadStart:
     def finish(self, batch: Batch, read_rest: Callable[[frozenset[str]], Batch]) -> Trained | None:
         """The optimizer step of ``batch``, of which ``read_rest`` gives what is not held; None: it is no help.
 
-        Collective.
+        Collective. Raises :class:`~workers.trainer.guard.NotFinite` as :class:`~workers.trainer.step.Work` does.
         """
         mine = tuple(sorted(self.shards))
         agreed = all(other == mine for other in self.backend.gather(mine))
@@ -61,7 +67,8 @@ class HeadStart:
             self.add(read_rest(frozenset(self.shards)))
         done, mass = self.trained, self.mass
         if mass:
-            done.grad_norm, done.optimizer_steps = self.backend.finish(1.0 / mass), 1
+            done.grad_norm, done.optimizer_steps = self.backend.update(1.0 / mass), 1
+            Guard(batch, self.backend).check_norm(done.grad_norm, [])
             done.sums.loss /= mass
         self._reset()
         return done

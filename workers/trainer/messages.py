@@ -91,6 +91,8 @@ class UpdateMetrics(Message):
     """Share of ``tokens_in_rows`` that one pass over the batch does not compute, its beginnings being shared."""
     groups: int
     """Groups in the manifest."""
+    sessions_dropped: int = 0
+    """Sessions left out because their loss was no finite number (``trainer.on_bad_batch: skip``)."""
     optimizer_steps: int
     """Of the policy: 0 when nothing in the batch could be trained, else ``epochs`` x ``minibatches``."""
     staleness_mean: float
@@ -139,6 +141,8 @@ class UpdateResult(Message):
     weights_path: str
     weights_digest: Digest
     metrics: UpdateMetrics
+    dropped: tuple[str, ...] = ()
+    """Sessions of the manifest that were not trained: their loss is no finite number."""
 
 
 class Accumulated(Message):

@@ -5,6 +5,8 @@ Shape suffixes: ``N`` trained tokens of the micro-batch, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
@@ -53,13 +55,20 @@ class StepSums:
     advantage_abs: float = 0.0
     importance_bins: npt.NDArray[np.int64] = field(default_factory=NO_BINS.copy, compare=False)
     """Tokens by exp(trainer - engine) log-prob, before the batch's first optimizer step."""
-    ratio_max: float = field(default=0.0, metadata={"max": True})
-    gap_max: float = field(default=0.0, metadata={"max": True})
+    ratio_max: float = field(default=0.0, metadata={"merge": max})
+    gap_max: float = field(default=0.0, metadata={"merge": max})
+    broken: frozenset[int] = field(default=frozenset(), metadata={"merge": operator.or_})
+    """Tokens of the batch whose loss, or its gradient by their log-prob, is no finite number."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether an optimizer step can be made on this loss."""
+        return math.isfinite(self.loss) and not self.broken
 
     def add(self, other: StepSums) -> None:
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            setattr(self, f.name, max(mine, theirs) if f.metadata.get("max") else mine + theirs)
+            setattr(self, f.name, f.metadata.get("merge", operator.add)(mine, theirs))
 
     def mean(self, name: str, over: str = "tokens") -> float:
         """Per trained token, or per token of the count ``over``; 0 if there is none."""
@@ -112,6 +121,7 @@ class Objective:
             kl=kl.k3(logprob_N.detach(), reference_N),
             advantage_abs=tokens.advantage_N.abs(),
             ratio=token.ratio_N,
+            broken=_broken(batch, loss, loss_N, logprob_N),
         )
 
     def _tokens(self, batch: MicroBatch, logprob_N: Tensor, engine_N: Tensor) -> PolicyTokens:
@@ -243,7 +253,24 @@ def _users(tokens: PolicyTokens, algorithm: AlgorithmSpec) -> TokenLoss:
     return TokenLoss(loss_N, ratio_N, torch.zeros_like(ratio_N, dtype=torch.bool))
 
 
-def _sums(loss: Tensor, counted_N: Tensor, *, ratio: Tensor, difference: Tensor, **values: Tensor) -> StepSums:
+def _broken(batch: MicroBatch, loss: Tensor, loss_N: Tensor, logprob_N: Tensor) -> frozenset[int]:
+    """Tokens at which a number is not finite. Costs no pass through the model: the gradient ends at the log-probs."""
+    finite_N = loss_N.detach().isfinite() & logprob_N.detach().isfinite()
+    if loss.requires_grad and logprob_N.requires_grad:
+        (gradient_N,) = torch.autograd.grad(loss, logprob_N, retain_graph=True, allow_unused=True)
+        finite_N &= torch.ones_like(finite_N) if gradient_N is None else gradient_N.square().isfinite()  # as norms are
+    return frozenset(batch.token_N[~finite_N.cpu().numpy()].tolist())
+
+
+def _sums(
+    loss: Tensor,
+    counted_N: Tensor,
+    *,
+    ratio: Tensor,
+    difference: Tensor,
+    broken: frozenset[int],
+    **values: Tensor,
+) -> StepSums:
     """Over the tokens that count; a key of ``values`` is the sum it goes to. ``difference`` may be NaN: not known."""
     some = bool(counted_N.any())
     known_N = counted_N & ~difference.isnan()
@@ -254,6 +281,7 @@ def _sums(loss: Tensor, counted_N: Tensor, *, ratio: Tensor, difference: Tensor,
         importance_bins=bins(difference[known_N].cpu().numpy()),
         ratio_max=float(ratio[counted_N].max()) if some else 0.0,
         gap_max=float(values["gap"][counted_N].max()) if some else 0.0,
+        broken=broken,
     )
 
 

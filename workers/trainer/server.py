@@ -130,7 +130,7 @@ class ControlServer:
         try:
             result = await self._work(lambda: work(trainer))
         except SeamlessFlowError as error:
-            if isinstance(error, GangLost):
+            if isinstance(error, GangLost) or trainer.progress.phase == "failed":
                 self._fail(error)
             self._last_error = f"{type(error).__name__}: {error}"
             raise

@@ -21,9 +21,11 @@ from torch import Tensor
 from algorithms import kl
 from algorithms.sequences import sequence_mean
 from algorithms.value_loss import explained_variance
-from workers.trainer.backend import StepOutcome, TrainingBackend
+from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch, asks_models
 from workers.trainer.credit import assign_credit
+from workers.trainer.guard import Guard
+from workers.trainer.memory import InWork
 from workers.trainer.objective import Objective, StepSums, ValueObjective, correction
 from workers.trainer.packing import MicroBatch, WeightedTrajectory
 from workers.trainer.rows import Floats
@@ -63,36 +65,39 @@ class _Part(NamedTuple):
     """Computed by all ranks in one pass."""
 
 
-def train_batch(batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, plan: Planner) -> Trained:
-    """All optimizer steps of a batch; collective."""
-    return _Work(batch, algorithm, backend, [_Part(*plan(rows)) for rows in batch.minibatches]).run()
+class Work:
+    """The work on one batch; its methods are collective.
 
+    They raise :class:`~workers.trainer.guard.NotFinite` in front of the first optimizer step whose loss or gradient is
+    not finite. ``at`` is kept: it tells which micro-batch is in work, and whether there was a step.
+    """
 
-def accumulate_batch(
-    batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, plan: Planner, scale: float
-) -> Trained:
-    """The gradient of a batch of one optimizer step, ``scale`` times, without the step; collective."""
-    return _Work(batch, algorithm, backend, [_Part(*plan(rows)) for rows in batch.minibatches]).accumulate(scale)
-
-
-class _Work:
-    def __init__(self, batch: Batch, algorithm: AlgorithmSpec, backend: TrainingBackend, parts: list[_Part]) -> None:
-        self._batch, self._algorithm, self._backend, self._parts = batch, algorithm, backend, parts
+    def __init__(
+        self,
+        batch: Batch,
+        algorithm: AlgorithmSpec,
+        backend: TrainingBackend,
+        plan: Planner,
+        at: InWork | None = None,
+    ) -> None:
+        self._batch, self._algorithm, self._backend = batch, algorithm, backend
+        self._parts = [_Part(*plan(rows)) for rows in batch.minibatches]
+        self._guard = Guard(batch, backend)
+        self._at = at or InWork()
         self._columns = batch.columns()
         self._old_M = torch.from_numpy(self._columns.engine_logprob_N)
-        self._trained = Trained(StepSums(), tokens_per_pass=sum(part.tokens for part in parts))
+        self._trained = Trained(StepSums(), tokens_per_pass=sum(part.tokens for part in self._parts))
 
     def run(self) -> Trained:
+        """All optimizer steps of the batch."""
         self._prepare()
         norms: list[float] = []
         value_losses: list[float] = []
         for part in self._parts * self._algorithm.epochs:
             if self._batch.step >= self._algorithm.critic_warmup:
-                outcome = self._policy_step(part, first=not norms)
-                self._trained.sums.add(outcome.sums)
-                norms.append(outcome.grad_norm)
+                norms.append(self._policy_step(part, first=not norms))
             if self._algorithm.has_critic:
-                value_losses.append(self._backend.update_critic(part.batches, ValueObjective(self._algorithm)))
+                value_losses.append(self._critic_step(part))
         self._trained.optimizer_steps = len(norms)
         self._trained.grad_norm = float(np.mean(norms or [0.0]))
         self._trained.value_loss = float(np.mean(value_losses or [0.0]))
@@ -105,9 +110,10 @@ class _Work:
         return ~torch.isin(turn_M, turn_M[stale_M])
 
     def accumulate(self, scale: float) -> Trained:
+        """The gradient of a batch of one optimizer step, ``scale`` times, without the step."""
         self._prepare()
         for part in self._parts:
-            self._trained.sums.add(self._backend.accumulate(*self._ready(part, first=True), scale))
+            self._accumulate(*self._ready(part, first=True), scale)
         return self._trained
 
     def _prepare(self) -> None:
@@ -115,8 +121,24 @@ class _Work:
         self._trained.tokens_on_policy = int(current_M.sum())
         self._fill({"current_N": current_M, **self._ask_models()})
 
-    def _policy_step(self, part: _Part, *, first: bool) -> StepOutcome:
-        return self._backend.update(*self._ready(part, first=first))
+    def _policy_step(self, part: _Part, *, first: bool) -> float:
+        batches, objective = self._ready(part, first=first)
+        self._accumulate(batches, objective, 1.0)
+        norm = self._backend.update(1.0)
+        self._guard.check_norm(norm, batches)
+        self._at.changed = True
+        return norm
+
+    def _critic_step(self, part: _Part) -> float:
+        loss = self._backend.update_critic(self._at.over(part.batches), ValueObjective(self._algorithm))
+        self._at.changed = True
+        self._guard.check_norm(loss, part.batches, of="the critic's loss")
+        return loss
+
+    def _accumulate(self, batches: list[MicroBatch], objective: Objective, scale: float) -> None:
+        sums = self._backend.accumulate(self._at.over(batches), objective, scale)
+        self._guard.check_loss(sums, batches)
+        self._trained.sums.add(sums)
 
     def _ready(self, part: _Part, *, first: bool) -> tuple[list[MicroBatch], Objective]:
         algorithm, batches = self._algorithm, part.batches
@@ -140,10 +162,12 @@ class _Work:
             engine_M, sequence_M = map(torch.from_numpy, (self._columns.engine_logprob_N, self._columns.sequence_N))
             columns["importance_N"] = correction(algorithm, self._old_M, engine_M, sequence_M)
         if algorithm.kl != "none":
-            found = self._backend.reference_logprobs(batches, self._batch.temperature)
+            found = self._backend.reference_logprobs(self._at.over(batches), self._batch.temperature)
             columns["reference_logprob_N"] = self._gathered(batches, found)
         if algorithm.has_critic:
-            columns["value_N"] = self._gathered(batches, self._backend.values(batches))
+            columns["value_N"] = self._gathered(batches, self._backend.values(self._at.over(batches)))
+        for name, column_M in columns.items():
+            self._guard.check_column(name, column_M, batches)
         if asks_models(algorithm):
             kl_M = kl.ESTIMATORS[algorithm.kl](self._old_M, columns["reference_logprob_N"]) if kl_in_reward else None
             columns |= self._credit(kl_M, columns.get("value_N"))
@@ -168,7 +192,7 @@ class _Work:
         """By the policy as it is now; NaN for tokens of other parts."""
         self._trained.tokens_computed += sum(part.tokens for part in parts)
         batches = [b for part in parts for b in part.batches]
-        return self._gathered(batches, self._backend.logprobs(batches, self._batch.temperature))
+        return self._gathered(batches, self._backend.logprobs(self._at.over(batches), self._batch.temperature))
 
     def _gathered(self, batches: Sequence[MicroBatch], values: Sequence[Floats]) -> Tensor:
         """What all ranks found, by token of the batch."""

@@ -8,40 +8,53 @@ returns what was committed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from storage.errors import (
+    BadBatch,
     ConfigError,
     FencedError,
     GangLost,
     IntegrityError,
+    OutOfMemory,
     SeamlessFlowError,
-    StorageError,
 )
 from storage.weights import WeightsRef, WeightsStore
+from workers.trainer import memory
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
-from workers.trainer.distributions import quantiles, ratio_quantiles, staleness_shares
+from workers.trainer.figures import metrics_of
+from workers.trainer.guard import NotFinite, advice
 from workers.trainer.head_start import HeadStart
 from workers.trainer.launch import Launch
-from workers.trainer.messages import UpdateMetrics, UpdateRequest, UpdateResult
+from workers.trainer.memory import InWork
+from workers.trainer.messages import UpdateRequest, UpdateResult
 from workers.trainer.objective import StepSums
 from workers.trainer.packing import MicroBatch, WeightedTrajectory, plan
 from workers.trainer.progress import Progress
-from workers.trainer.step import Trained, train_batch
+from workers.trainer.step import Trained, Work
+from workers.trainer.together import Together
 from workers.trainer.usercode import load_user_code
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class BatchReader(Protocol):
     """Gives the batch of a request; see :func:`workers.trainer.batch.read_batch`."""
 
-    def __call__(self, request: UpdateRequest, without: frozenset[str] = frozenset()) -> Batch: ...
+    def __call__(
+        self,
+        request: UpdateRequest,
+        without: frozenset[str] = frozenset(),
+        dropped: frozenset[str] = frozenset(),
+    ) -> Batch: ...
 
 
 class Trainer:
@@ -58,12 +71,14 @@ class Trainer:
         self._launch = launch
         self._spec = launch.spec
         self._backend = backend
+        self._together = Together(backend)
         self._read = read
         self._checkpoints = checkpoints
         self._weights = weights
         self._held: Sealed | None = None
         self._results: dict[tuple[int, int], tuple[str, UpdateResult]] = {}
-        self._head_start = HeadStart(launch.spec.algorithm, backend, self._plan)
+        self._at = InWork()
+        self._head_start = HeadStart(launch.spec.algorithm, backend, self._plan, self._at)
         self.progress = Progress()
 
     def start(self) -> None:
@@ -78,8 +93,9 @@ class Trainer:
         """Train one step, or return its committed result.
 
         Raises :class:`FencedError` if the trainer holds another version than the step starts from,
-        :class:`StorageError` or :class:`IntegrityError` if the batch cannot be read (nothing has changed then), and
-        :class:`GangLost` if anything fails later: the gang must restart from its checkpoint.
+        :class:`StorageError` or :class:`IntegrityError` if the batch cannot be read, :class:`BadBatch` if it cannot be
+        trained (nothing has changed then), and :class:`GangLost`, or :class:`OutOfMemory` or :class:`ConfigError` where
+        that would be in vain, if anything fails later: the gang must restart from its checkpoint.
         """
         known = self._results.get((request.lineage, request.step))
         if known is not None:
@@ -87,7 +103,7 @@ class Trainer:
             _same_manifest(request, manifest_digest)
             return result
         started = time.monotonic()
-        committed = self._on_rank_0("look for a committed result", lambda: self._committed(request))
+        committed = self._together.on_rank_0("look for a committed result", lambda: self._committed(request))
         if committed is None:
             batch = self._prepare(request)
             committed = self._irrevocably("train and save", lambda: self._train(request, batch, started))
@@ -106,9 +122,9 @@ class Trainer:
         if request.step != self.progress.version:
             raise FencedError(f"step {request.step} is not next: the trainer holds version {self.progress.version}")
         held = frozenset(self._head_start.shards)
-        batch = self._everywhere("read a part of the batch", lambda: self._read(request, held))
+        batch = self._together.everywhere("read a part of the batch", lambda: self._read(request, held))
         self.progress.phase = "training"
-        self._irrevocably("accumulate", lambda: self._head_start.add(batch))
+        self._irrevocably("accumulate", lambda: self._accumulate(batch))
         self.progress.phase = "ready"
         return len(self._head_start.shards)
 
@@ -133,21 +149,25 @@ class Trainer:
     def _prepare(self, request: UpdateRequest) -> Batch:
         self.progress.phase, self.progress.step = "loading", request.step
         try:
-            return self._everywhere("read the batch", lambda: self._read(request))
+            return self._together.everywhere("read the batch", lambda: self._read(request))
         except SeamlessFlowError:
             self.progress.phase = "ready"
             raise
 
     def _train(self, request: UpdateRequest, batch: Batch, started: float) -> Sealed:
-        self.progress.phase = "training"
         training, rate = time.monotonic(), self._backend.learning_rate
-        done = self._optimize(request, batch)
+        batch, done, dropped = self._optimize(request, batch)
         trained = time.monotonic()
         self.progress.phase = "saving"
-        temporary = self._on_rank_0("make room for a checkpoint", lambda: self._begin(request))
-        self._everywhere("save", lambda: self._backend.save(temporary))
-        metrics = _metrics(
-            batch, done, learning_rate=rate, seconds=time.monotonic() - started, seconds_training=trained - training
+        temporary = self._together.on_rank_0("make room for a checkpoint", lambda: self._begin(request))
+        self._together.everywhere("save", lambda: self._backend.save(temporary))
+        metrics = metrics_of(
+            batch,
+            done,
+            dropped=len(dropped),
+            learning_rate=rate,
+            seconds=time.monotonic() - started,
+            seconds_training=trained - training,
         )
         state = TrainerState(
             run=self._spec.run,
@@ -160,28 +180,67 @@ class Trainer:
             manifest_digest=request.manifest_digest,
             parent=self._parent(),
             metrics=metrics,
+            dropped=tuple(sorted(dropped)),
         )
-        sealed = self._on_rank_0("seal the checkpoint", lambda: self._checkpoints.seal(temporary, state))
+        sealed = self._together.on_rank_0("seal the checkpoint", lambda: self._checkpoints.seal(temporary, state))
         self._hold(sealed)
         return sealed
 
-    def _optimize(self, request: UpdateRequest, batch: Batch) -> Trained:
-        """Nothing if no token of the batch can be trained: the version advances, the weights stay."""
+    def _accumulate(self, batch: Batch) -> None:
+        try:
+            self._head_start.add(batch)
+        except NotFinite as found:  # it is judged when its step comes, which computes all of it
+            _log.warning("the head start of step %d is dropped: %s", batch.step, found)
+            self._head_start.drop()
+
+    def _optimize(self, request: UpdateRequest, batch: Batch) -> tuple[Batch, Trained, frozenset[str]]:
+        """What was trained, what became of it, and the sessions that were left out because they cannot be."""
+        dropped: frozenset[str] = frozenset()
+        while True:
+            self.progress.phase, self._at.changed = "training", False
+            try:
+                return batch, self._make_steps(request, batch), dropped
+            except NotFinite as found:
+                self._head_start.drop()
+                self._judge(request, found)
+                _log.warning("step %d goes on without %s: %s", request.step, ", ".join(sorted(found.sessions)), found)
+                dropped |= found.sessions
+            batch = self._together.everywhere("read the batch", partial(self._read, request, dropped=dropped))
+
+    def _make_steps(self, request: UpdateRequest, batch: Batch) -> Trained:
+        """Without any if no token of the batch can be trained: the version advances, the weights stay."""
         done = self._head_start.finish(batch, lambda held: self._read(request, held))
         if done is not None:
             return done
         if not batch.minibatches:
             return Trained(StepSums())
-        return train_batch(batch, self._spec.algorithm, self._backend, self._plan)
+        return Work(batch, self._spec.algorithm, self._backend, self._plan, self._at).run()
+
+    def _judge(self, request: UpdateRequest, found: NotFinite) -> None:
+        """Go back to the state before the step. Raises :class:`BadBatch` unless the step can go on without sessions."""
+        held, policy = self._held, self._spec.trainer.on_bad_batch
+        stuck = self._at.changed and held is None  # before the first checkpoint only a restart goes back
+        if self._at.changed and held is not None:
+            self._together.everywhere("load the checkpoint", lambda: self._backend.load(held.path))
+        if policy == "skip" and found.alone and not stuck:
+            return
+        self.progress.phase = "failed" if stuck else "ready"
+        raise BadBatch(
+            f"step {request.step} cannot be trained: {found}. Nothing was changed by it; its batch is the manifest "
+            f"{request.manifest_key}. {advice(found, policy)}; then start the run again, which goes on here"
+        ) from found
 
     def _plan(self, rows: Sequence[WeightedTrajectory]) -> tuple[list[MicroBatch], int]:
         return plan(
             rows,
             rank=self._launch.rank,
             ranks=self._launch.world_size,
-            row_tokens=self._spec.trainer.row_tokens if self._backend.packs else 1,  # 1: each path by itself
+            row_tokens=self._row_tokens(),
             merge=self._spec.trainer.rows == "tree" and self._backend.packs,
         )
+
+    def _row_tokens(self) -> int:
+        return self._spec.trainer.row_tokens if self._backend.packs else 1  # 1: each path by itself
 
     def _begin(self, request: UpdateRequest) -> Path:
         if self._held is not None:
@@ -199,20 +258,21 @@ class Trainer:
             weights_path=str(weights.path),
             weights_digest=weights.digest,
             metrics=committed.state.metrics,
+            dropped=committed.state.dropped,
         )
 
     def _publish(self, version: int) -> WeightsRef:
         """Written anew even if an earlier attempt has: what is published under a version may be of an older lineage,
         and equal weights stay as they are.
         """
-        temporary = self._on_rank_0("make room for weights", lambda: self._weights.begin(version))
-        self._everywhere("publish weights", lambda: self._backend.publish(temporary))
-        return self._on_rank_0("publish weights", lambda: self._weights.commit(version, temporary))
+        temporary = self._together.on_rank_0("make room for weights", lambda: self._weights.begin(version))
+        self._together.everywhere("publish weights", lambda: self._backend.publish(temporary))
+        return self._together.on_rank_0("publish weights", lambda: self._weights.commit(version, temporary))
 
     def _restore(self, checkpoint: Sealed, digest: str | None) -> None:
-        self._on_rank_0("verify the checkpoint", lambda: self._check(checkpoint, digest))
+        self._together.on_rank_0("verify the checkpoint", lambda: self._check(checkpoint, digest))
         self._head_start.drop()
-        self._everywhere("load the checkpoint", lambda: self._backend.load(checkpoint.path))
+        self._together.everywhere("load the checkpoint", lambda: self._backend.load(checkpoint.path))
         self._hold(checkpoint)
 
     def _check(self, checkpoint: Sealed, digest: str | None) -> None:
@@ -242,8 +302,21 @@ class Trainer:
         """Work after which the ranks' states may differ if it fails."""
         try:
             return work()
+        except BadBatch:
+            raise
         except Exception as error:
             self.progress.phase = "failed"
+            # What a restart would not cure is told with the connections open: ranks that wait for this one would be
+            # quicker to say that they have lost it.
+            if isinstance(error, ConfigError):
+                raise
+            if memory.out_of_memory(error):
+                advised = memory.advice(self._at, self._row_tokens())
+                raise OutOfMemory(
+                    f"step {self.progress.step}: rank {self._launch.rank} ran out of memory ({what}, {self._at}): "
+                    f"{type(error).__name__} {str(error)[:200]}. To go on, {advised}; then start the run again, which "
+                    "goes on here"
+                ) from error
             self._backend.close()  # closes the connections: ranks that wait for this one see that it is gone
             if isinstance(error, GangLost):
                 raise
@@ -252,36 +325,6 @@ class Trainer:
                 "restart the gang from its last checkpoint"
             ) from error
 
-    def _everywhere(self, what: str, work: Callable[[], T]) -> T:
-        """Run on each rank; if it fails on one, it raises on all, so that none waits for another."""
-        value, failure = _attempt(work)
-        failures = [f for f in self._backend.gather(failure) if f is not None]
-        if failures:
-            raise _join(what, failures)
-        return value  # type: ignore[return-value]  # no failure, so the value is what work returned
-
-    def _on_rank_0(self, what: str, work: Callable[[], T]) -> T:
-        """Run on rank 0; all ranks get its value or its error."""
-        outcome = _attempt(work) if self._launch.rank == 0 else (None, None)
-        value, failure = self._backend.broadcast(outcome)
-        if failure is not None:
-            raise _join(what, [failure])
-        return value  # type: ignore[return-value]  # no failure, so the value is what work returned
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, SeamlessFlowError | None]:
-    """The value, or the error in a form that can be sent to other ranks."""
-    try:
-        return work(), None
-    except SeamlessFlowError as error:
-        return None, type(error)(str(error))
-    except OSError as error:
-        return None, StorageError(f"{type(error).__name__}: {error}")
-
-
-def _join(what: str, failures: list[SeamlessFlowError]) -> SeamlessFlowError:
-    return type(failures[0])(f"cannot {what}: {failures[0]}")
-
 
 def _same_manifest(request: UpdateRequest, digest: str) -> None:
     if digest != request.manifest_digest:
@@ -289,45 +332,3 @@ def _same_manifest(request: UpdateRequest, digest: str) -> None:
             f"step {request.step} of lineage {request.lineage} was trained on manifest {digest[:12]}, "
             f"but {request.manifest_digest[:12]} is asked for: use a new lineage"
         )
-
-
-def _metrics(
-    batch: Batch, done: Trained, *, learning_rate: float, seconds: float, seconds_training: float
-) -> UpdateMetrics:
-    sums = done.sums
-    staleness = batch.step - batch.versions()
-    tokens_in_rows = sum(len(row.trajectory.inputs) for row in batch.rows)
-    return UpdateMetrics(
-        loss=sums.loss / max(done.optimizer_steps, 1),
-        grad_norm=done.grad_norm,
-        learning_rate=learning_rate,
-        clip_fraction=sums.mean("clipped"),
-        ratio_max=sums.ratio_max,
-        importance_mean=sums.mean("importance"),
-        correction_masked=sums.mean("masked"),
-        logprob_gap_mean=sums.mean("gap", over="current"),
-        logprob_gap_max=sums.gap_max,
-        tokens_on_policy=done.tokens_on_policy,
-        off_policy_ratio_mean=sums.mean("stale_ratio", over="stale") if sums.stale else 1.0,
-        entropy=sums.mean("entropy"),
-        reference_kl=sums.mean("kl"),
-        advantage_abs_mean=sums.mean("advantage_abs"),
-        value_loss=done.value_loss,
-        explained_variance=done.explained_variance,
-        tokens=batch.trained,
-        tokens_masked=batch.masked,
-        rows=len(batch.rows),
-        tokens_computed=done.tokens_computed,
-        tokens_in_rows=tokens_in_rows,
-        prefix_savings=1 - done.tokens_per_pass / tokens_in_rows if tokens_in_rows else 0.0,
-        groups=batch.groups,
-        optimizer_steps=done.optimizer_steps,
-        staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
-        staleness_max=int(staleness.max()) if len(staleness) else 0,
-        **ratio_quantiles(sums.importance_bins),
-        **staleness_shares(staleness),
-        **quantiles("reward", batch.evidence.reward_S.numpy()),
-        **quantiles("session_tokens", batch.session_tokens()),
-        seconds=seconds,
-        seconds_training=seconds_training,
-    )

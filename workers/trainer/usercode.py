@@ -8,6 +8,7 @@ from typing import Any
 
 from storage.errors import ConfigError
 from workers.agents.targets import load_target
+from workers.trainer.memory import out_of_memory
 from workflows.spec import RunSpec
 
 
@@ -23,10 +24,12 @@ def is_target(name: str) -> bool:
 
 
 def call(target: str, argument: Any) -> Any:
-    """What the function gives. Raises :class:`ConfigError` that names it for whatever it raises."""
+    """What the function gives. Raises :class:`ConfigError` that names it for all that it raises but lack of memory."""
     try:
         return _found(target)(argument)
     except Exception as error:  # the user's code may raise anything
+        if out_of_memory(error):
+            raise
         raise ConfigError(f"{target} raised {type(error).__name__}: {error}") from error
 
 

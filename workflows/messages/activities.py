@@ -148,6 +148,8 @@ class CommitInput(Message):
     checkpoint: CheckpointRef
     metrics: dict[str, float]
     intervals: tuple[TrainInterval, ...]
+    dropped: tuple[str, ...] = ()
+    """Sessions of the batch that the update left out."""
     keep_weights: int = Field(default=4, ge=1)
     """Newest published versions that stay on disk."""
     keep_weights_every: int | None = None
@@ -254,6 +256,8 @@ class TrainOutcome(Message):
     end: float
     checkpoint: CheckpointRef | None
     metrics: dict[str, float]
+    dropped: tuple[str, ...] = ()
+    """Sessions of the batch that were left out."""
 
 
 class NodeRun(Message):

@@ -14,7 +14,7 @@ from storage.manifests import Manifest
 from storage.shards import Shard
 from workers.trainer.batch import weigh
 from workers.trainer.rows import group_rows
-from workers.trainer.step import train_batch
+from workers.trainer.step import Work
 from workflows.algorithm import AlgorithmSpec
 
 LENGTH, SAMPLES, GROUPS, STEPS = 5, 8, 4, 15
@@ -66,6 +66,6 @@ def test_its_reward_more_than_doubles(make: Any, algorithm: dict[str, Any]) -> N
         groups = [group_rows(shard, [row.id for row in shard.sessions]) for shard in shards]
         batch = weigh(groups, Manifest("demo", 0, step, (), temperature=1.0), spec)
         rewards.append(float(batch.evidence.reward_S.mean()))
-        train_batch(batch, spec, backend, planner(row_tokens=1000))
+        Work(batch, spec, backend, planner(row_tokens=1000)).run()
     assert rewards[0] < 0.3
     assert np.mean(rewards[-2:]) > 2 * rewards[0]

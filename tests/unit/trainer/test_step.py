@@ -19,7 +19,7 @@ from workers.trainer.batch import Batch, weigh
 from workers.trainer.objective import token_logprobs
 from workers.trainer.packing import WeightedTrajectory, plan
 from workers.trainer.rows import group_rows
-from workers.trainer.step import Trained, train_batch
+from workers.trainer.step import Trained, Work
 from workflows.spec import AlgorithmSpec
 
 
@@ -31,7 +31,7 @@ def read(make: Any, algorithm: AlgorithmSpec, *, groups: int = 4, step: int = 0)
 
 def train(make: Any, algorithm: AlgorithmSpec, *, row_tokens: int = 60) -> tuple[Batch, TableBackend, Trained]:
     backend, batch = TableBackend(), read(make, algorithm)
-    return batch, backend, train_batch(batch, algorithm, backend, planner(row_tokens))
+    return batch, backend, Work(batch, algorithm, backend, planner(row_tokens)).run()
 
 
 class Tokens:
@@ -301,7 +301,7 @@ def test_engine_and_trainer_are_compared_on_turns_that_the_weights_before_the_ba
     untrained = backend.policy.detach().clone()
 
     batch = weigh([rows], Manifest("demo", 0, 4, (), temperature=0.8), algorithm)
-    trained = train_batch(batch, algorithm, backend, planner(60))
+    trained = Work(batch, algorithm, backend, planner(60)).run()
 
     assert trained.tokens_on_policy == trained.sums.current == 3
     assert trained.sums.stale == 6

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from memory_store import MemoryStore
 
 from storage.errors import ConfigError, FencedError, GangLost, IntegrityError, StorageError
 from storage.weights import WeightsStore
-from workers.trainer.backend import StepOutcome
 from workers.trainer.batch import Batch, read_batch
 from workers.trainer.checkpoint import CheckpointFolder
 from workers.trainer.launch import Launch
@@ -44,19 +44,14 @@ class CountingBackend:
     def initialize(self) -> None:
         self._maybe_fail("initialize")
 
-    def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepOutcome:
-        self._maybe_fail("update")
-        self.updates += 1
-        self.value += sum(int(batch.target_N.sum()) for batch in batches)
-        return StepOutcome(StepSums(tokens=float(sum(len(batch.target_N) for batch in batches))), grad_norm=0.5)
-
     def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
         self._maybe_fail("accumulate")
         self.held += sum(int(batch.target_N.sum()) for batch in batches)
         tokens = float(sum((batch.weight_N > 0).sum() for batch in batches))
         return StepSums(loss=1.0, tokens=tokens)
 
-    def finish(self, scale: float) -> float:
+    def update(self, scale: float) -> float:
+        self._maybe_fail("update")
         self.updates += 1
         self.value, self.held = self.value + self.held, 0
         return 0.5
@@ -104,23 +99,6 @@ class CountingBackend:
         if self.fail == name:
             self.fail = ""
             raise OSError("no space left on device") if name in ("save", "publish") else RuntimeError("broken")
-
-
-@dataclass
-class MemoryStore:
-    objects: dict[str, bytes] = field(default_factory=dict)
-    away: bool = False
-
-    def put(self, key: str, data: bytes) -> str:
-        import hashlib
-
-        self.objects[key] = data
-        return hashlib.sha256(data).hexdigest()
-
-    def get(self, key: str, *, sha256: str | None = None) -> bytes:
-        if self.away:
-            raise StorageError("the object store is away")
-        return self.objects[key]
 
 
 @dataclass
