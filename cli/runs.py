@@ -184,8 +184,8 @@ class Runs:
         lives = description.status == WorkflowExecutionStatus.RUNNING
         if lives and known[RESUMABLE_MEMO] != memo[RESUMABLE_MEMO]:
             raise ConfigError(
-                f"run {run!r} is running with {known[RESUMABLE_MEMO]} in its trainer section, and would not take notice of "
-                f"{memo[RESUMABLE_MEMO]}: stop it first"
+                f"run {run!r} is running with {known[RESUMABLE_MEMO]} in its trainer section and would not take notice "
+                f"of {memo[RESUMABLE_MEMO]}: stop it first"
             )
         if known[DIGEST_MEMO] != memo[DIGEST_MEMO]:
             raise ConfigError(

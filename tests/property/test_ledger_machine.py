@@ -171,15 +171,18 @@ class LedgerMachine(RuleBasedStateMachine):
     def update(self, committed: bool) -> None:
         batch = self.claim_batch(groups=1, partial=True, drop=True, staleness=2, old_lineage=False)
         if committed and isinstance(batch, BatchClaim):
-            self.commit_checkpoint(batch, in_its_lineage=True)
+            self.commit_checkpoint(batch, in_its_lineage=True, leaves_out=False)
 
-    @rule(batch=consumes(batches), in_its_lineage=st.booleans())
-    def commit_checkpoint(self, batch: BatchClaim, in_its_lineage: bool) -> None:
+    @rule(batch=consumes(batches), in_its_lineage=st.booleans(), leaves_out=st.booleans())
+    def commit_checkpoint(self, batch: BatchClaim, in_its_lineage: bool, leaves_out: bool) -> None:
+        dropped = [group.sessions[0] for group in batch.groups] if leaves_out else []
         lineage = batch.lineage if in_its_lineage else self.lineage
         before = self.ledger.books(RUN).trained
         refs = {"path": "p", "digest": f"{batch.step}", "weights_path": "w", "weights_digest": "d"}
         try:
-            self.ledger.commit_checkpoint(RUN, lineage, batch.step, version=batch.step + 1, metrics={}, **refs)
+            self.ledger.commit_checkpoint(
+                RUN, lineage, batch.step, version=batch.step + 1, metrics={}, dropped=dropped, **refs
+            )
         except (FencedError, NotFoundError):
             assert self.ledger.books(RUN).trained == before
 

@@ -114,6 +114,8 @@ class FakeWorld:
         self.on_load: Callable[[EngineTask], Awaitable[None]] = _no_load_fault
         self.unloadable: set[int] = set()
         """Versions in place of which an engine that starts serves what it had before."""
+        self.dropped: tuple[str, ...] = ()
+        """Sessions that updates leave out."""
         self.leftover = 0
         """Samples that still run when a batch is claimed."""
         self.evaluations_open = asyncio.Event()
@@ -243,6 +245,8 @@ class FakeWorld:
 
     @activity.defn
     async def prepare_run(self, spec: RunSpec) -> RunStart:
+        if self.claimed:  # an earlier execution of the run stopped
+            return await self.rewind(RewindInput(run=spec.run, from_lineage=self.lineage))
         return RunStart(lineage=0, step=0, checkpoint=self.checkpoint, replay=())
 
     @activity.defn
@@ -308,7 +312,7 @@ class FakeWorld:
     @activity.defn
     async def commit_step(self, task: CommitInput) -> CheckpointRef:
         await self.reach(f"begin commit {task.lineage}.{task.step}")
-        self.log.append(f"commit {task.lineage}.{task.step}")
+        self.log.append(" without ".join([f"commit {task.lineage}.{task.step}", *task.dropped]))
         self.checkpoint = task.checkpoint
         return task.checkpoint
 
@@ -421,7 +425,9 @@ class FakeWorld:
         checkpoint = CheckpointRef(
             lineage=task.lineage, step=step, version=step + 1, path=f"/c{step}", digest="c", weights=weights
         )
-        return TrainOutcome(node=task.node, start=1.0, end=2.0, checkpoint=checkpoint, metrics={"loss": 0.5})
+        return TrainOutcome(
+            node=task.node, start=1.0, end=2.0, checkpoint=checkpoint, metrics={"loss": 0.5}, dropped=self.dropped
+        )
 
     @activity.defn
     async def end_residency(self, task: NodeRun) -> None:

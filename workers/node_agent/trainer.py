@@ -113,7 +113,8 @@ class TrainerHost:
     async def quiesce(self, gang: str, *, limit_s: float) -> None:
         """Wait until a running update has ended, so that the node can be used by others.
 
-        Raises :class:`GangLost` after ``limit_s``: the ranks were ended instead.
+        Raises :class:`GangLost` after ``limit_s``, or if a rank has failed: the others may wait for it for ever. The
+        ranks were ended instead.
         """
         found = GangResidency.read(self._file)
         if found is None or found.gang != gang:
@@ -121,11 +122,13 @@ class TrainerHost:
         end = time.monotonic() + limit_s
         while True:
             statuses = [await self._status(rank) for rank in found.ranks]
-            if all(status.phase in (*IDLE, "failed") for status in statuses):
+            if all(status.phase in IDLE for status in statuses):
                 return
-            if time.monotonic() > end:
+            failed = [status for status in statuses if status.phase == "failed"]
+            if failed or time.monotonic() > end:
                 await self.end(found.run)
-                raise GangLost(f"gang {gang} was busy for {limit_s:g} s after it was revoked: its ranks were ended")
+                why = f"rank {failed[0].rank} has failed" if failed else f"it was busy for {limit_s:g} s"
+                raise GangLost(f"gang {gang} was revoked and {why}: its ranks were ended")
             await asyncio.sleep(POLL_S)
 
     async def update(self, task: TrainTask) -> TrainOutcome:

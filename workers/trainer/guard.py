@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from workers.trainer.backend import TrainingBackend

@@ -15,7 +15,7 @@ from temporalio.client import (
     WorkflowUpdateFailedError,
 )
 
-from storage.errors import GangLost
+from storage.errors import BadBatch, ConfigError, GangLost, OutOfMemory
 from workflows import calls, run_commands, run_evaluation
 from workflows.messages import (
     CheckpointRef,
@@ -112,6 +112,37 @@ async def test_a_gang_that_dies_again_and_again_fails_the_run_with_the_reason(wo
     assert "out of memory" in await cause_of(await world.start())
     assert "finish failed" in world.log
     assert not world.routes
+
+
+@pytest.mark.parametrize("error", [BadBatch, OutOfMemory, ConfigError])
+async def test_a_batch_that_no_restart_would_cure_stops_the_run_which_goes_on_with_it_when_started_again(
+    world: FakeWorld, error: type[Exception]
+) -> None:
+    def refuse(task: TrainTask) -> None:
+        if task.manifest.step == 1:
+            raise error("step 1 cannot be trained: session s7 is at fault")
+
+    world.on_train = refuse
+    cause = await cause_of(await world.start(world.spec(pipeline={"steps": 2})))
+    assert "step 1 cannot be trained: session s7 is at fault" in cause
+    assert [line for line in world.log if line.startswith(("train", "rewind"))] == [
+        "train 0.0 on m0",
+        "train 0.1 on m1",
+    ]
+    status = await world.status()
+    assert (status.phase, status.version) == ("failed", 1)
+    assert "session s7 is at fault" in status.last_failure
+
+    world.on_train = lambda _: None
+    assert (await (await world.start(world.spec(pipeline={"steps": 2}))).result()).steps == 2
+    assert world.log.count("claim 0.1") == 1
+    assert world.position("rewind to lineage 1") < world.position("train 1.1 on m1") < world.position("commit 1.1")
+
+
+async def test_samples_that_an_update_left_out_are_told_with_its_checkpoint(world: FakeWorld) -> None:
+    world.dropped = ("s7",)
+    await (await world.start()).result()
+    world.position("commit 0.0 without s7")
 
 
 async def test_paused_runs_claim_nothing_until_they_are_resumed(world: FakeWorld) -> None:

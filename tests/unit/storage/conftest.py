@@ -72,7 +72,9 @@ class Player:
             RUN, lineage, step, groups, drop_zero_variance=drop, min_version=min_version, take_partial=partial
         )
 
-    def checkpoint(self, step: int, *, lineage: int = 0, digest: str = "checkpoint") -> None:
+    def checkpoint(
+        self, step: int, *, lineage: int = 0, digest: str = "checkpoint", dropped: Sequence[str] = ()
+    ) -> None:
         self.ledger.commit_checkpoint(
             RUN,
             lineage,
@@ -83,6 +85,7 @@ class Player:
             weights_path=f"weights/{step + 1}",
             weights_digest="weights",
             metrics={"loss": 0.5},
+            dropped=dropped,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from storage.errors import FencedError, IntegrityError, NotFoundError
-from storage.ledger import Ledger
+from storage.ledger import TRAIN, Ledger, State
 
 RUN = "demo"
 
@@ -119,6 +119,21 @@ def test_a_checkpoint_contains_the_steps_before_it(ledger: Ledger, player: Any) 
         player.batch(step, 1)
     player.checkpoint(1)
     assert ledger.books(RUN).trained == 4
+
+
+def test_a_sample_that_the_update_left_out_ends_filtered_with_the_checkpoint(ledger: Ledger, player: Any) -> None:
+    player.admit(2)
+    for _ in range(2):
+        player.group([0.0, 1.0])
+    claim = player.batch(0, 2)
+    bad = claim.groups[0].sessions[1]
+    player.checkpoint(0, dropped=[bad])
+    player.checkpoint(0, dropped=[bad])
+    books = ledger.books(RUN)
+    assert (books.trained, books.filtered, books.pending) == (3, {"not_finite": 1}, {})
+    assert books.balanced
+    (row,) = ledger.samples(RUN, TRAIN, state=State.FILTERED)
+    assert (row.session, row.step) == (bad, 0)
 
 
 def test_a_checkpoint_is_committed_once(ledger: Ledger, player: Any) -> None:
