@@ -8,10 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sweeper as sweeper_process
 from postgres import PostgresServer
 
 from storage.objects import ObjectStore
 from storage.seaweed import Weed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sweeper() -> Iterator[None]:
+    """Whatever the session leaves running ends with it, also where it is cut short."""
+    process = sweeper_process.start()
+    yield
+    process.communicate()
 
 
 @pytest.fixture(scope="session")

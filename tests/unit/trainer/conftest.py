@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import itertools
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from nursery import Nursery, Rank
 
 from storage.manifests import Manifest, ManifestGroup, write_manifest
 from storage.objects import ObjectStore
@@ -192,7 +192,7 @@ class Gang:
     ranks: int = 1
     checkpoint: Path | None = None
     checkpoint_digest: str | None = None
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Rank] = field(default_factory=list)
     clients: list[TrainerClient] = field(default_factory=list)
 
     def start(self) -> None:
@@ -216,16 +216,15 @@ class Gang:
             )
             launch.write(folder / f"launch-{rank}.json")
             (folder / f"rank-{rank}.json").unlink(missing_ok=True)
-            command = [sys.executable, "-m", "workers.trainer", "--launch", str(folder / f"launch-{rank}.json")]
-            with (folder / f"rank-{rank}.log").open("ab") as log:
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+            process = nursery().rank(folder / f"launch-{rank}.json", folder / f"rank-{rank}.log")
+            self.processes.append(process)
         self.clients = [TrainerClient.of(self._residency(folder / f"rank-{rank}.json")) for rank in range(self.ranks)]
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.state.node("a").glob("rank-*.log")))
 
     def kill(self, rank: int = 0) -> None:
-        self.processes[rank].send_signal(signal.SIGKILL)
+        self.processes[rank].kill()
         self.processes[rank].wait(timeout=10)
 
     async def update(self, request: UpdateRequest, *, deadline_s: float = 120) -> UpdateResult:
@@ -245,8 +244,7 @@ class Gang:
         for client in self.clients:
             await client.close()
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             process.wait(timeout=10)
 
     def _residency(self, path: Path) -> Residency:
@@ -264,6 +262,12 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+@functools.cache
+def nursery() -> Nursery:
+    """Of the session; it starts with its first rank."""
+    return Nursery()
+
+
 class Helpers:
     """Test modules cannot import this file: they get these by fixture."""
 
@@ -274,8 +278,11 @@ class Helpers:
     make_spec = staticmethod(make_spec)
     make_cluster = staticmethod(make_cluster)
     free_port = staticmethod(free_port)
+    nursery = staticmethod(nursery)
 
 
 @pytest.fixture(scope="session")
-def make() -> type[Helpers]:
-    return Helpers
+def make() -> Iterator[type[Helpers]]:
+    yield Helpers
+    if nursery.cache_info().currsize:
+        nursery().close()
