@@ -71,7 +71,7 @@ async def test_two_ranks_notice_together_what_cannot_be_trained_and_give_the_wei
             call.cancel()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_the_back_end_makes_no_step_on_a_gradient_that_is_not_finite(
     make: Any, qwen: Path, tmp_path: Path, zero_stage: int
 ) -> None:
