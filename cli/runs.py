@@ -180,7 +180,7 @@ class Runs:
         handle = self._client.get_workflow_handle(run_id(run))
         description = await self._call("state of the run", handle.describe())
         # A run that was started from the Temporal UI has no memo: the ledger compares it.
-        known = memo | await description.memo()
+        known = {**memo, **await description.memo()}
         lives = description.status == WorkflowExecutionStatus.RUNNING
         if lives and known[RESUMABLE_MEMO] != memo[RESUMABLE_MEMO]:
             raise ConfigError(

@@ -107,7 +107,9 @@ def _run(leg: Leg, model: Path, folder: Path, place: dict[str, Any]) -> Curve:
 
 
 def _whole(backend: DeepSpeedBackend, spec: RunSpec, step: int) -> float:
-    return backend.update(_plan(backend, spec, _rows(step)), Objective(spec.algorithm, 1.0, step)).sums.loss
+    sums = backend.accumulate(_plan(backend, spec, _rows(step)), Objective(spec.algorithm, 1.0, step), 1.0)
+    backend.update(1.0)
+    return sums.loss
 
 
 def _ahead(backend: DeepSpeedBackend, spec: RunSpec, step: int) -> float:
@@ -117,7 +119,7 @@ def _ahead(backend: DeepSpeedBackend, spec: RunSpec, step: int) -> float:
     backend.forget()
     parts = [_plan(backend, spec, part) for part in (rows[:1], rows[1:])]
     loss = sum(backend.accumulate(part, objective, 3.0).loss for part in parts)
-    backend.finish(1 / 3)
+    backend.update(1 / 3)
     return loss
 
 
