@@ -16,7 +16,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.beat import beating
-from storage.errors import ConfigError, EngineError, GangLost, SeamlessFlowError
+from storage.errors import ConfigError, EngineError, FencedError, GangLost, SeamlessFlowError
 from workers.node_agent.engine import EngineHost
 from workers.node_agent.meter import RateMeter
 from workers.node_agent.profiler import measure
@@ -129,8 +129,8 @@ class NodeActivities:
 
     @activity.defn(name="warm_ranks")
     async def warm_ranks(self, task: TrainerTask) -> None:
-        """Start this node's ranks ahead of their first lease."""
-        await beating(self._trainer.ensure(task))
+        """Start this node's ranks ahead of their first lease; until then its device is others'."""
+        await beating(self._trainer.ensure(task, parked=True))
 
     @activity.defn(name="trainer_supervise")
     async def trainer_supervise(self, task: TrainerTask) -> None:
@@ -169,6 +169,9 @@ class NodeActivities:
     async def _park_ranks(self, task: TrainerTask) -> None:
         try:
             await self._trainer.quiesce(task.gang, limit_s=QUIESCE_LIMIT_S)
+            await self._trainer.park(task)
+        except FencedError as error:
+            activity.logger.warning("the ranks are not parked, a newer lease has them: %s", error)
         except SeamlessFlowError as error:  # the next lease probes the ranks and starts a new gang
             activity.logger.warning("the ranks could not be parked and are ended: %s", error)
             await self._trainer.end(task.run)

@@ -22,6 +22,8 @@ from workers.trainer.messages import TrainerStatus, UpdateMetrics, UpdateRequest
 
 SLOW = "SLOW"
 """While a file of this name is in the state folder, an update does not end: time to kill something."""
+MOVES = "MOVES"
+"""What ranks did, a word a line, in a file of this name in the state folder."""
 BUSY = "BUSY"
 """A file of this name appears in the state folder when such an update has begun."""
 
@@ -38,7 +40,10 @@ class Rank:
         self.done: dict[tuple[int, int], UpdateResult] = {}
 
     async def status(self, _: web.Request) -> web.Response:
-        status = TrainerStatus.model_validate(
+        return web.Response(text=self._status().model_dump_json())
+
+    def _status(self) -> TrainerStatus:
+        return TrainerStatus.model_validate(
             {
                 "rank": self.launch.rank,
                 "world_size": self.launch.world_size,
@@ -50,7 +55,6 @@ class Rank:
                 "epoch": self.launch.epoch,
             }
         )
-        return web.Response(text=status.model_dump_json())
 
     async def update(self, request: web.Request) -> web.Response:
         asked = UpdateRequest.model_validate_json(await request.text())
@@ -60,8 +64,26 @@ class Rank:
                 await self._work(asked)
         return web.Response(text=self.done[key].model_dump_json())
 
+    async def park(self, _: web.Request) -> web.Response:
+        return await self._place("park", "parked")
+
+    async def unpark(self, request: web.Request) -> web.Response:
+        return await self._place("unpark", "ready")
+
+    async def _place(self, move: str, phase: str) -> web.Response:
+        if self.phase != phase:
+            self._note(move)
+        self.phase = phase
+        return web.Response(text=self._status().model_dump_json())
+
+    def _note(self, move: str) -> None:
+        with (self.launch.state / MOVES).open("a") as file:
+            file.write(move + "\n")
+
     async def _work(self, asked: UpdateRequest) -> None:
         assert asked.step == self.version, f"step {asked.step} was sent to a rank at version {self.version}"
+        assert self.phase == "ready", f"an update came while the rank was {self.phase}"
+        self._note("update")
         self.phase = "training"
         while (self.launch.state / SLOW).exists():
             (self.launch.state / BUSY).touch()
@@ -103,6 +125,7 @@ async def main() -> None:
     rank = Rank(launch)
     app = web.Application()
     app.add_routes([web.get("/status", rank.status), web.post("/update", rank.update)])
+    app.add_routes([web.post("/park", rank.park), web.post("/unpark", rank.unpark)])
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

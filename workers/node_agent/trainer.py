@@ -42,9 +42,16 @@ class _Ask(Protocol[_Answer]):
     async def __call__(self, client: TrainerClient, request: UpdateRequest, /, *, deadline_s: float) -> _Answer: ...
 
 
+class _Order(Protocol):
+    """``park`` or ``unpark`` of :class:`TrainerClient`."""
+
+    async def __call__(self, client: TrainerClient, epoch: int, /, *, deadline_s: float) -> TrainerStatus: ...
+
+
 START_LIMIT_S = 600.0
 POLL_S = 0.1
-IDLE = frozenset({"ready"})
+PARK_LIMIT_S = 300.0
+IDLE = frozenset({"ready", "parked"})
 
 
 def rank_command(launch: Path) -> list[str]:
@@ -91,10 +98,10 @@ class TrainerHost:
             return none
         return none.model_copy(update={"gang": found.gang, "ranks": len(found.ranks), "version": versions.pop()})
 
-    async def ensure(self, task: TrainerTask) -> None:
-        """Find the gang's ranks, or end what is here and start them; returns when they are ready.
+    async def ensure(self, task: TrainerTask, *, parked: bool = False) -> None:
+        """Find the gang's ranks, or end what is here and start them; returns when they are ready, or ``parked``.
 
-        Raises :class:`GangLost` if a rank of this very gang has died.
+        Raises :class:`GangLost` if a rank of this very gang has died, :class:`FencedError` if a newer lease has them.
         """
         async with self._lock:
             found = GangResidency.read(self._file)
@@ -102,6 +109,11 @@ class TrainerHost:
                 await self._end()
                 await self._launch(task)
             await self._wait_ready(task.gang)
+            await (self.park(task) if parked else self._order(task, TrainerClient.unpark))
+
+    async def park(self, task: TrainerTask) -> None:
+        """Have the gang's ranks leave the device to another role; those that have done so stay as they are."""
+        await self._order(task, TrainerClient.park)
 
     async def until_dead(self, gang: str) -> str:
         """Watch the ranks; returns why the gang is lost."""
@@ -250,6 +262,15 @@ class TrainerHost:
         )
         async with self._client(rank) as client:
             return await ask(client, request, deadline_s=task.time_limit_s)
+
+    async def _order(self, task: TrainerTask, order: _Order) -> None:
+        found = GangResidency.read(self._file)
+        if found is not None and found.gang == task.gang:
+            await asyncio.gather(*(self._order_rank(rank, task.epoch, order) for rank in found.ranks))
+
+    async def _order_rank(self, rank: int, epoch: int, order: _Order) -> None:
+        async with self._client(rank) as client:
+            await order(client, epoch, deadline_s=PARK_LIMIT_S)
 
     async def _status(self, rank: int) -> TrainerStatus:
         async with self._client(rank) as client:

@@ -1,6 +1,6 @@
 """What a training back end must do. One implementation ships: DeepSpeed.
 
-All methods are collective: every rank of the gang calls them in the same order.
+All methods but ``park`` and ``unpark`` are collective: every rank of the gang calls them in the same order.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class TrainingBackend(Protocol):
         """Rank 0 writes the model into ``folder`` as Hugging Face files in the run's dtype."""
 
     def park(self) -> None:
-        """The devices go to another role; state stays."""
+        """The device goes to another role: leave it, keep all state. Each rank for itself, never twice in a row."""
 
     def unpark(self) -> None:
-        """The devices are back."""
+        """The device is back: be as before :meth:`park`, which came before."""
 
     def gather(self, value: T) -> list[T]:
         """The value of each rank, in rank order, on every rank."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from storage import errors
 from storage.errors import DeadlineError, GangLost, SeamlessFlowError, TrainerError
 from workers.trainer.launch import Residency
-from workers.trainer.messages import Accumulated, ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import Accumulated, ErrorBody, Order, TrainerStatus, UpdateRequest, UpdateResult
 
 _Answer = TypeVar("_Answer", bound=BaseModel)
 
@@ -63,6 +63,14 @@ class TrainerClient:
     async def accumulate(self, request: UpdateRequest, *, deadline_s: float) -> Accumulated:
         """Have gradients computed ahead of a step. Repeating the call changes nothing."""
         return await self._call("POST", "/accumulate", request, Accumulated, deadline_s)
+
+    async def park(self, epoch: int, *, deadline_s: float) -> TrainerStatus:
+        """Leave the device to another role. Repeating the call changes nothing."""
+        return await self._call("POST", "/park", Order(epoch=epoch), TrainerStatus, deadline_s)
+
+    async def unpark(self, epoch: int, *, deadline_s: float) -> TrainerStatus:
+        """Take the device again. Repeating the call changes nothing."""
+        return await self._call("POST", "/unpark", Order(epoch=epoch), TrainerStatus, deadline_s)
 
     async def shutdown(self, *, deadline_s: float = 10.0) -> TrainerStatus:
         """The rank ends after its answer; a step in work is abandoned and left uncommitted."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Phase = Literal["starting", "ready", "loading", "training", "saving", "failed", "stopping"]
+Phase = Literal["starting", "ready", "parked", "loading", "training", "saving", "failed", "stopping"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -31,6 +31,13 @@ class UpdateRequest(Message):
     """sha256 of that object."""
     epoch: int = Field(ge=0)
     """Fencing token of the lease; a request older than the newest seen is refused."""
+
+
+class Order(Message):
+    """Park, or unpark."""
+
+    epoch: int = Field(ge=0)
+    """Of the lease that says so."""
 
 
 class UpdateMetrics(Message):

@@ -23,15 +23,16 @@ from storage.errors import (
     TrainerError,
 )
 from workers.trainer.launch import Launch
-from workers.trainer.messages import Accumulated, ErrorBody, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import Accumulated, ErrorBody, Message, Order, TrainerStatus, UpdateRequest, UpdateResult
 from workers.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from workers.trainer.trainer import Trainer  # imports torch
 
 _T = TypeVar("_T")
-_Identity = tuple[str, int, int, str]
-"""What is asked for, lineage, step, digest of the manifest."""
+_Body = TypeVar("_Body", bound=Message)
+_Identity = tuple[str, str]
+"""What is asked for, in words, and the digest of its manifest."""
 _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,6 +59,8 @@ class ControlServer:
         application.router.add_get("/status", self._get_status)
         application.router.add_post("/update", self._post_update)
         application.router.add_post("/accumulate", self._post_accumulate)
+        application.router.add_post("/park", self._post_park)
+        application.router.add_post("/unpark", self._post_unpark)
         application.router.add_post("/shutdown", self._post_shutdown)
         return application
 
@@ -92,39 +95,49 @@ class ControlServer:
 
     async def update(self, request: UpdateRequest) -> UpdateResult:
         """Run an update, or join the one that runs. See :meth:`Trainer.update` for what it raises."""
-        return await self._run("update", request, lambda trainer: trainer.update(request))
+        return await self._on(request, "update", lambda trainer: trainer.update(request))
 
     async def accumulate(self, request: UpdateRequest) -> Accumulated:
         """Compute gradients ahead of a step, or join who does. See :meth:`Trainer.accumulate` for what it raises."""
-        groups = await self._run("accumulate", request, lambda trainer: trainer.accumulate(request))
+        groups = await self._on(request, "accumulate", lambda trainer: trainer.accumulate(request))
         return Accumulated(groups=groups)
 
-    async def _run(self, what: str, request: UpdateRequest, work: Callable[[Trainer], _T]) -> _T:
-        self._admit(request)
-        identity = (what, request.lineage, request.step, request.manifest_digest)
+    async def park(self, epoch: int) -> TrainerStatus:
+        """Leave the device to another role; refused while an update runs."""
+        await self._run(("park", ""), epoch, lambda trainer: trainer.park())
+        return self.status()
+
+    async def unpark(self, epoch: int) -> TrainerStatus:
+        """Take the device again."""
+        await self._run(("unpark", ""), epoch, lambda trainer: trainer.unpark())
+        return self.status()
+
+    async def _on(self, request: UpdateRequest, what: str, work: Callable[[Trainer], _T]) -> _T:
+        name = f"{what} of step {request.step} of lineage {request.lineage}"
+        return await self._run((name, request.manifest_digest), request.epoch, work)
+
+    async def _run(self, identity: _Identity, epoch: int, work: Callable[[Trainer], _T]) -> _T:
+        self._admit(epoch)
         if self._running is None:
             # A task of its own: a caller that goes away must not cut a collective operation short.
-            task: asyncio.Task[_T] = asyncio.create_task(self._train(request, work))
+            task: asyncio.Task[_T] = asyncio.create_task(self._train(identity[0], work))
             self._running = (identity, task)
         else:
             running, task = self._running
             if running != identity:
-                raise TrainerError(
-                    f"step {request.step} of lineage {request.lineage} cannot start: "
-                    f"{running[0]} of step {running[2]} of lineage {running[1]} is in work"
-                )
+                raise TrainerError(f"{identity[0]} cannot start: {running[0]} is in work")
         return await asyncio.shield(task)
 
-    def _admit(self, request: UpdateRequest) -> None:
-        if request.epoch < self._epoch:
-            raise FencedError(f"epoch {request.epoch} is out of date: this trainer has seen epoch {self._epoch}")
-        self._epoch = request.epoch
+    def _admit(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise FencedError(f"epoch {epoch} is out of date: this trainer has seen epoch {self._epoch}")
+        self._epoch = epoch
         if self._lost:
             raise GangLost(f"this trainer has failed and must be restarted: {self._last_error}")
         if self._trainer is None:
             raise TrainerError("the trainer is still starting: wait for phase ready")
 
-    async def _train(self, request: UpdateRequest, work: Callable[[Trainer], _T]) -> _T:
+    async def _train(self, what: str, work: Callable[[Trainer], _T]) -> _T:
         assert self._trainer is not None  # noqa: S101  # _admit has checked it
         trainer = self._trainer
         try:
@@ -136,7 +149,7 @@ class ControlServer:
             raise
         except Exception as error:
             self._fail(error)
-            raise GangLost(f"update of step {request.step} failed: {self._last_error}") from error
+            raise GangLost(f"{what} failed: {self._last_error}") from error
         finally:
             self._running = None
         self._last_error = None
@@ -170,23 +183,29 @@ class ControlServer:
         return web.json_response(self.status().model_dump())
 
     async def _post_update(self, request: web.Request) -> web.Response:
-        result = await self.update(await _update_request(request))
+        result = await self.update(await _parsed(request, UpdateRequest))
         return web.json_response(result.model_dump())
 
     async def _post_accumulate(self, request: web.Request) -> web.Response:
-        result = await self.accumulate(await _update_request(request))
+        result = await self.accumulate(await _parsed(request, UpdateRequest))
         return web.json_response(result.model_dump())
+
+    async def _post_park(self, request: web.Request) -> web.Response:
+        return web.json_response((await self.park((await _parsed(request, Order)).epoch)).model_dump())
+
+    async def _post_unpark(self, request: web.Request) -> web.Response:
+        return web.json_response((await self.unpark((await _parsed(request, Order)).epoch)).model_dump())
 
     async def _post_shutdown(self, _: web.Request) -> web.Response:
         self.stop()
         return web.json_response(self.status().model_dump())
 
 
-async def _update_request(request: web.Request) -> UpdateRequest:
+async def _parsed(request: web.Request, kind: type[_Body]) -> _Body:
     try:
-        return UpdateRequest.model_validate_json(await request.text())
+        return kind.model_validate_json(await request.text())
     except ValidationError as error:
-        raise InvalidRequest(f"update request: {error}") from error
+        raise InvalidRequest(f"{request.path}: {error}") from error
 
 
 def _http_status(error: SeamlessFlowError) -> int:

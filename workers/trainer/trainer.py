@@ -23,6 +23,7 @@ from storage.errors import (
     IntegrityError,
     OutOfMemory,
     SeamlessFlowError,
+    TrainerError,
 )
 from storage.weights import WeightsRef, WeightsStore
 from workers.trainer import memory
@@ -102,6 +103,7 @@ class Trainer:
             manifest_digest, result = known
             _same_manifest(request, manifest_digest)
             return result
+        self._must_have_device()
         started = time.monotonic()
         committed = self._together.on_rank_0("look for a committed result", lambda: self._committed(request))
         if committed is None:
@@ -121,12 +123,29 @@ class Trainer:
         """
         if request.step != self.progress.version:
             raise FencedError(f"step {request.step} is not next: the trainer holds version {self.progress.version}")
+        self._must_have_device()
         held = frozenset(self._head_start.shards)
         batch = self._together.everywhere("read a part of the batch", lambda: self._read(request, held))
         self.progress.phase = "training"
         self._irrevocably("accumulate", lambda: self._accumulate(batch))
         self.progress.phase = "ready"
         return len(self._head_start.shards)
+
+    def park(self) -> None:
+        """Leave the device to another role until :meth:`unpark`; repeated, or while parked, nothing happens."""
+        if self.progress.phase == "ready":
+            self._irrevocably("park", self._backend.park)
+            self.progress.phase = "parked"
+
+    def unpark(self) -> None:
+        """Take the device again."""
+        if self.progress.phase == "parked":
+            self._irrevocably("unpark", self._backend.unpark)
+            self.progress.phase = "ready"
+
+    def _must_have_device(self) -> None:
+        if self.progress.phase == "parked":
+            raise TrainerError("the trainer is parked, its device may be another's: its lease unparks it first")
 
     def _committed(self, request: UpdateRequest) -> Sealed | None:
         """The step's checkpoint, if an earlier attempt sealed it. Checks that the request can be served at all."""

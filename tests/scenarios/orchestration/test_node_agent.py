@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fake_rank import BUSY, SLOW, publish
+from fake_rank import BUSY, MOVES, SLOW, publish
 from fake_world import NODES, FakeWorld, eventually
 from temporalio.client import Client
 
@@ -65,6 +65,11 @@ class Nodes:
     def serving(self, node: str, version: int) -> bool:
         found = self.engine(node)
         return found is not None and found.serving is not None and found.serving.version == version
+
+    def moves(self) -> list[str]:
+        """What the ranks did, in order."""
+        path = self.state.root / MOVES
+        return path.read_text().split() if path.exists() else []
 
     def version(self) -> int:
         return self.world.checkpoint.version
@@ -189,6 +194,36 @@ async def test_an_engine_that_new_weights_kill_restarts_on_the_old_ones_and_take
     assert "route b open 1" not in world.log
     assert world.position("route b held 0") < world.position("route b closed") < world.position("route b open 2")
     assert f"pid {first}) has died" in (nodes.state.root / "agent-b.log").read_text()
+
+
+async def test_ranks_are_parked_whenever_their_node_rolls_out_and_unparked_before_each_update(nodes: Nodes) -> None:
+    world = nodes.world
+    run = await world.start(nodes.spec(steps=3))
+    assert (await run.result()).version == 3
+    moves = nodes.moves()
+    assert moves.count("update") == 3
+    assert moves[:3] == ["park", "unpark", "update"], "they start while their node still rolls out"
+    places = [move for move in moves if move != "update"]
+    assert places == ["park", "unpark"] * (len(places) // 2) + ["park"] * (len(places) % 2), "each once, in turn"
+    parked = False
+    for move in moves:
+        parked = {"park": True, "unpark": False}.get(move, parked)
+        assert not (parked and move == "update")
+
+
+async def test_ranks_that_a_killed_agent_left_parked_are_unparked_once_by_the_next(nodes: Nodes) -> None:
+    world = nodes.world
+    world.claims_open.clear()
+    run = await world.start(nodes.spec(steps=1))
+    await eventually(lambda: nodes.moves() == ["park"], "ranks that have started and are parked")
+    nodes.kill_agent("a")
+    nodes.start_agent("a")
+    await eventually(lambda: nodes.registered("a") == 2, "the new agent")
+    world.claims_open.set()
+
+    assert (await run.result()).version == 1
+    assert nodes.moves()[:3] == ["park", "unpark", "update"]
+    assert "rewind to lineage 1" not in world.log
 
 
 def expected_digest(nodes: Nodes, steps: int) -> str:

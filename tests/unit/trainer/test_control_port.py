@@ -47,6 +47,12 @@ class IdleTrainer:
             raise self.error
         self.progress.phase = "ready"
 
+    def park(self) -> None:
+        self.progress.phase = "parked"
+
+    def unpark(self) -> None:
+        self.progress.phase = "ready"
+
     def update(self, request: UpdateRequest) -> UpdateResult:
         self.updates += 1
         self.progress.phase = "training"
@@ -161,6 +167,26 @@ async def test_another_update_is_refused_while_one_runs(port: Port) -> None:
     await _in_work(port)
     with pytest.raises(TrainerError, match=r"step 1 .* cannot start: update of step 0 of lineage 0 is in work"):
         await port.client.update(_request(1), deadline_s=10)
+    port.trainer.gate.set()
+    await running
+
+
+async def test_a_rank_is_parked_and_unparked_by_the_newest_lease_only(port: Port) -> None:
+    await port.server.start_trainer()
+    assert (await port.client.park(5, deadline_s=10)).phase == "parked"
+    assert (await port.client.unpark(6, deadline_s=10)).phase == "ready"
+    with pytest.raises(FencedError, match=r"epoch 5 is out of date"):
+        await port.client.park(5, deadline_s=10)
+    assert (await port.client.status()).phase == "ready"
+
+
+async def test_a_rank_is_not_parked_while_it_trains(port: Port) -> None:
+    await port.server.start_trainer()
+    port.trainer.gate.clear()
+    running = asyncio.create_task(port.client.update(_request(), deadline_s=30))
+    await _in_work(port)
+    with pytest.raises(TrainerError, match=r"park cannot start: update of step 0 of lineage 0 is in work"):
+        await port.client.park(5, deadline_s=10)
     port.trainer.gate.set()
     await running
 

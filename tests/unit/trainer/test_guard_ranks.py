@@ -82,6 +82,7 @@ from workers.profiling.train import _sequence
 from workers.trainer.deepspeed_backend import DeepSpeedBackend
 from workers.trainer.launch import Launch
 from workers.trainer.objective import StepSums
+from workers.trainer.states import trained_tensors
 
 backend = DeepSpeedBackend(Launch(rank=0, world_size=1, control_port=1, token="x" * 16, epoch=1, **GIVEN))
 backend.initialize()
@@ -90,7 +91,7 @@ def loss(slope):
     return lambda logits, _: ((logits * slope).sum(), StepSums(loss=1.0))
 
 for slope in (1.0, float("nan"), float("inf"), 1.0):
-    parameters = list(backend._engine.module.parameters())
+    parameters = trained_tensors(backend._engine)
     before = [p.detach().clone() for p in parameters]
     backend.accumulate([_sequence(0, 8, 64, 1)], loss(slope), 1.0)
     norm = backend.update(1.0)

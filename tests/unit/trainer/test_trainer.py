@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from memory_store import MemoryStore
 
-from storage.errors import ConfigError, FencedError, GangLost, IntegrityError, StorageError
+from storage.errors import ConfigError, FencedError, GangLost, IntegrityError, StorageError, TrainerError
 from storage.weights import WeightsStore
 from workers.trainer.batch import Batch, read_batch
 from workers.trainer.checkpoint import CheckpointFolder
@@ -40,6 +40,7 @@ class CountingBackend:
         self.held = 0
         self.fail = ""
         self.closed = False
+        self.moves: list[str] = []
 
     def initialize(self) -> None:
         self._maybe_fail("initialize")
@@ -53,6 +54,7 @@ class CountingBackend:
     def update(self, scale: float) -> float:
         self._maybe_fail("update")
         self.updates += 1
+        self.moves.append("update")
         self.value, self.held = self.value + self.held, 0
         return 0.5
 
@@ -82,9 +84,11 @@ class CountingBackend:
         self._maybe_fail("publish")
         (folder / "model.safetensors").write_text(str(self.value))
 
-    def park(self) -> None: ...
+    def park(self) -> None:
+        self.moves.append("park")
 
-    def unpark(self) -> None: ...
+    def unpark(self) -> None:
+        self.moves.append("unpark")
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -393,3 +397,22 @@ def test_a_head_start_on_another_step_is_refused(world: World) -> None:
     trainer.start()
     with pytest.raises(FencedError, match="step 1 is not next"):
         trainer.accumulate(part_of(world, 0, step=1))
+
+
+def test_a_parked_trainer_keeps_its_state_and_trains_only_when_it_has_its_device_again(world: World) -> None:
+    trainer, backend = world.trainer()
+    trainer.start()
+    trainer.unpark()  # it is not parked: nothing to do
+    result = trainer.update(world.request(0))
+    for _ in range(2):
+        trainer.park()
+    assert trainer.progress.phase == "parked"
+    assert trainer.update(world.request(0)) == result, "what is committed is told by a parked trainer too"
+    with pytest.raises(TrainerError, match=r"parked"):
+        trainer.update(world.request(1))
+    with pytest.raises(TrainerError, match=r"parked"):
+        trainer.accumulate(world.request(1))
+    for _ in range(2):
+        trainer.unpark()
+    trainer.update(world.request(1))
+    assert backend.moves == ["update", "park", "unpark", "update"]
