@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from workflows.section import Spec
 
-
 RESUMABLE = {
     "on_bad_batch",
     "row_tokens",

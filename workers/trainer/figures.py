@@ -8,7 +8,9 @@ from workers.trainer.messages import UpdateMetrics
 from workers.trainer.step import Trained
 
 
-def metrics_of(batch: Batch, done: Trained, *, dropped: int, seconds: float, seconds_training: float) -> UpdateMetrics:
+def metrics_of(
+    batch: Batch, done: Trained, *, dropped: int, learning_rate: float, seconds: float, seconds_training: float
+) -> UpdateMetrics:
     sums = done.sums
     staleness = batch.step - batch.versions()
     tokens_in_rows = sum(len(row.trajectory.inputs) for row in batch.rows)

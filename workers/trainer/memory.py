@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.trainer.packing import MicroBatch
+from workflows.spec import TrainerSpec
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
 """What torch's allocators say; the one of the CPU raises a plain RuntimeError."""
@@ -53,8 +54,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
-def advice(at: InWork, row_tokens: int) -> str:
-    """What a human can do about it. ``row_tokens``: the limit that the micro-batch was packed to."""
-    if at.tokens > row_tokens:
-        return f"it is one trajectory, which trainer.row_tokens ({row_tokens}) cannot divide: lower model.max_context"
-    return f"set trainer.row_tokens below {min(row_tokens, at.tokens or row_tokens)} (it is {row_tokens})"
+def advice(at: InWork, trainer: TrainerSpec, *, packs: bool) -> str:
+    """What a human can do about it. ``packs``: whether micro-batches are packed to ``row_tokens``."""
+    limit = trainer.row_tokens
+    if at.tokens > limit or not packs:
+        smaller = f"lower model.max_context (it is one trajectory: trainer.row_tokens, {limit}, cannot divide it)"
+    else:
+        smaller = f"set trainer.row_tokens below {min(limit, at.tokens or limit)} (it is {limit})"
+    return smaller if trainer.activation_checkpointing else f"{smaller} or trainer.activation_checkpointing: true"

@@ -254,12 +254,9 @@ class Trainer:
             rows,
             rank=self._launch.rank,
             ranks=self._launch.world_size,
-            row_tokens=self._row_tokens(),
+            row_tokens=self._spec.trainer.row_tokens if self._backend.packs else 1,  # 1: each path by itself
             merge=self._spec.trainer.rows == "tree" and self._backend.packs,
         )
-
-    def _row_tokens(self) -> int:
-        return self._spec.trainer.row_tokens if self._backend.packs else 1  # 1: each path by itself
 
     def _begin(self, request: UpdateRequest) -> Path:
         if self._held is not None:
@@ -330,7 +327,7 @@ class Trainer:
             if isinstance(error, ConfigError):
                 raise
             if memory.out_of_memory(error):
-                advised = memory.advice(self._at, self._row_tokens())
+                advised = memory.advice(self._at, self._spec.trainer, packs=self._backend.packs)
                 raise OutOfMemory(
                     f"step {self.progress.step}: rank {self._launch.rank} ran out of memory ({what}, {self._at}): "
                     f"{type(error).__name__} {str(error)[:200]}. To go on, {advised}; then start the run again, which "

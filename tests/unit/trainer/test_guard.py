@@ -192,12 +192,13 @@ def test_a_lack_of_memory_says_where_and_what_to_set(world: World, fault: float)
         trainer.update(world.batch(fault=fault))
     assert "step 0: rank 0 ran out of memory (train and save, micro-batch " in str(error.value)
     assert "set trainer.row_tokens below " in str(error.value)
+    assert "or trainer.activation_checkpointing: true" in str(error.value)
     assert trainer.progress.phase == "failed", "the ranks start anew, with other settings"
 
 
 def test_a_trajectory_that_is_too_long_by_itself_is_not_cured_by_smaller_rows(world: World) -> None:
     trainer, _ = world.trainer("a", row_tokens=4)
-    with pytest.raises(OutOfMemory, match=r"one trajectory, which trainer\.row_tokens \(4\) cannot divide"):
+    with pytest.raises(OutOfMemory, match=r"lower model\.max_context \(it is one trajectory: trainer\.row_tokens, 4"):
         trainer.update(world.batch(fault=NO_GPU_MEMORY))
 
 
