@@ -30,7 +30,7 @@ def table(seed: int, columns: int = VOCABULARY) -> Tensor:
 class TableBackend:
     """Policy, reference and critic as tables, trained by plain gradient descent."""
 
-    rank, world_size, compute_dtype, packs = 0, 1, "float32", True
+    rank, world_size, compute_dtype, packs, learning_rate = 0, 1, "float32", True, 0.01
 
     def __init__(self, rate: float = 30.0) -> None:
         self.rate = rate
