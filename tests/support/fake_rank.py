@@ -18,7 +18,7 @@ from storage.processes import started_at
 from storage.weights import WeightsStore
 from workers.cluster import StateFolder
 from workers.trainer.launch import Launch, Residency
-from workers.trainer.messages import TrainerStatus, UpdateMetrics, UpdateRequest, UpdateResult
+from workers.trainer.messages import ErrorBody, Order, TrainerStatus, UpdateMetrics, UpdateRequest, UpdateResult
 
 SLOW = "SLOW"
 """While a file of this name is in the state folder, an update does not end: time to kill something."""
@@ -36,6 +36,7 @@ class Rank:
         self.version = int(saved.get("version", 0))
         self.content = str(saved.get("content", "initial"))
         self.phase = "ready"
+        self.epoch = launch.epoch
         self.working = asyncio.Lock()
         self.done: dict[tuple[int, int], UpdateResult] = {}
 
@@ -52,7 +53,7 @@ class Rank:
                 "step": self.version,
                 "version": self.version,
                 "lineage": 0,
-                "epoch": self.launch.epoch,
+                "epoch": self.epoch,
             }
         )
 
@@ -64,13 +65,18 @@ class Rank:
                 await self._work(asked)
         return web.Response(text=self.done[key].model_dump_json())
 
-    async def park(self, _: web.Request) -> web.Response:
-        return await self._place("park", "parked")
+    async def park(self, request: web.Request) -> web.Response:
+        return await self._place(request, "park", "parked")
 
     async def unpark(self, request: web.Request) -> web.Response:
-        return await self._place("unpark", "ready")
+        return await self._place(request, "unpark", "ready")
 
-    async def _place(self, move: str, phase: str) -> web.Response:
+    async def _place(self, request: web.Request, move: str, phase: str) -> web.Response:
+        epoch = Order.model_validate_json(await request.text()).epoch
+        if epoch < self.epoch:
+            old = ErrorBody(error="FencedError", message=f"epoch {epoch} is out of date")
+            return web.Response(text=old.model_dump_json(), status=409)
+        self.epoch = epoch
         if self.phase != phase:
             self._note(move)
         self.phase = phase

@@ -141,10 +141,10 @@ def test_a_published_model_has_the_log_probs_that_the_back_end_computes(
     request = history.requests[0]
     batch = read_batch(object_store, request, "demo", spec.algorithm)
     code = """
-import json, pickle, sys
+import json, pickle
 from workers.trainer.deepspeed_backend import DeepSpeedBackend
 from workers.trainer.launch import Launch
-given = pickle.load(sys.stdin.buffer)
+given = pickle.load(open("GIVEN", "rb"))
 launch = Launch(**given["launch"], rank=0, world_size=1, control_port=1, token="x" * 16, epoch=1)
 backend = DeepSpeedBackend(launch)
 backend.initialize()
@@ -152,10 +152,9 @@ found = [[p.tolist() for p in backend.logprobs(batches, 1.0)] for batches in giv
 print("FOUND" + json.dumps(found))
 """
     given = {"launch": launch, "batches": [[pack(batch.rows)], [pack([row]) for row in batch.rows]]}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, timeout=120, check=True
-    )
-    packed, alone = json.loads(done.stdout.decode().split("FOUND")[1])
+    (tmp_path / "given").write_bytes(pickle.dumps(given))
+    printed = make.nursery().run(code.replace("GIVEN", str(tmp_path / "given")), tmp_path)
+    packed, alone = json.loads(printed.split("FOUND")[1])
     assert len(packed[0]) == history.results[0].metrics.tokens
     assert packed[0] == pytest.approx([p for row in alone for p in row], abs=1e-5)
     assert max(packed[0]) < 0
