@@ -88,6 +88,7 @@ def _measured(
     computed = [float(step.metrics["tokens_in_rows"]) / trainers for step in steps]
     fixed, slope = fit_line(computed, _trained_s(trained, steps))
     policy = pipeline.policy_of(spec)
+    started = min(step.recorded for step in steps)
     return Measured(
         run=run,
         pipeline=spec.pipeline.name,
@@ -107,8 +108,10 @@ def _measured(
         batch=max(1.0, written * token_s / busy_s),
         train_token_s=slope,
         train_fixed_s=fixed,
-        rollout_to_train_s=_change_s(intervals, "generate", "train") if policy.accumulates else _acquire_s(steps),
-        train_to_rollout_s=_change_s(intervals, "train", "generate"),
+        rollout_to_train_s=_change_s(intervals, "generate", "train", started)
+        if policy.accumulates
+        else _acquire_s(steps),
+        train_to_rollout_s=_change_s(intervals, "train", "generate", started),
     )
 
 
@@ -128,15 +131,19 @@ def _trained_s(trained: Sequence[Interval], steps: Sequence[StepRecord]) -> list
     return spent
 
 
-def _change_s(intervals: Sequence[Interval], before_kind: str, after_kind: str) -> float:
-    """Median seconds from the end of one activity of a node to the start of the other; 0 if there is no such change."""
+def _change_s(intervals: Sequence[Interval], before_kind: str, after_kind: str, started: float) -> float:
+    """Median seconds from the end of one activity of a node to the start of the other; 0 if there is no such change.
+
+    Those before ``started``, when processes are started too, count only if there are no others.
+    """
     by_node: dict[str, list[Interval]] = {}
     for interval in sorted(intervals, key=lambda i: i.start):
         by_node.setdefault(interval.node, []).append(interval)
-    gaps = [
-        max(0.0, after.start - before.end)
+    changes = [
+        (before.end, max(0.0, after.start - before.end))
         for node in by_node.values()
         for before, after in pairwise(node)
         if (before.kind, after.kind) == (before_kind, after_kind)
     ]
-    return median(gaps) if gaps else 0.0
+    later = [gap for at, gap in changes if at >= started]
+    return median(later or [gap for _, gap in changes] or [0.0])

@@ -15,8 +15,8 @@ from workers.cluster import StateFolder
 from workflows.scheduling.pipeline import policy
 from workflows.spec import PipelineSpec
 
-FITTED = "multiplexed"
-"""The run whose record is used: it has engines on all nodes, updates and changes of role."""
+FITTED = "off_policy"
+"""The run whose record is used: one node decodes and the other trains all the time, so both rates are measured well."""
 ON_POLICY = ("colocated", "disaggregated", "micro_batch")
 
 

@@ -13,7 +13,7 @@ from simulator.lending import LENDING, PEERS, Hysteresis, JustInTime
 from simulator.measure import Result
 from simulator.presets import preset
 from simulator.run import Scenario, simulate
-from simulator.splits import balanced, climb, split
+from simulator.splits import balanced, climb, search, split
 from workflows.scheduling.pipeline import policy
 from workflows.spec import PipelineSpec
 
@@ -27,6 +27,8 @@ ENDLESS = 100_000
 WARM_UP, STEPS = 2, 4
 """Updates before the measured time, in which a run fills, and those that are measured."""
 SEARCH_WARM_UP, SEARCH_STEPS = 2, 2
+FEW, FEW_TIMES = 1024, 4
+"""Where a step has no more samples than this, luck matters: so many times as many updates are measured."""
 LARGE_WARM_UP, LARGE_STEPS = 1, 1
 """The same from more than :data:`SEARCHED` nodes up to those that are simulated one by one: each takes a minute."""
 DRIFT_STEPS, DRIFT_PACE = 10, 20
@@ -152,21 +154,26 @@ def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float], gue
     asked = _briefly(scenario(name, nodes, variant))
     if variant in ON_POLICY:  # they lose by far; their best split need not be known to the node
         return balanced(asked)
-    found = climb(asked, guess or known or balanced(asked))
+    start = guess or known
+    found = climb(asked, start or balanced(asked)) if start or _times(asked) == 1 else search(asked)
     return found.calmest(CLOSE) if variant == OURS else found.best
 
 
 def _briefly(asked: Scenario) -> Scenario:
     warm_up, steps = _length(asked)
     if asked.workload.drift_per_100_steps == 1:
-        warm_up, steps = SEARCH_WARM_UP, SEARCH_STEPS
+        warm_up, steps = SEARCH_WARM_UP, SEARCH_STEPS * _times(asked)
     return replace(asked, warm_up=warm_up, stop_after=warm_up + steps)
 
 
 def _length(asked: Scenario) -> tuple[int, int]:
     if SEARCHED < asked.cluster.size <= EXACT:
-        return LARGE_WARM_UP, LARGE_STEPS
-    return WARM_UP, STEPS if asked.workload.drift_per_100_steps == 1 else DRIFT_STEPS
+        return LARGE_WARM_UP, LARGE_STEPS * _times(asked)
+    return WARM_UP, STEPS * _times(asked) if asked.workload.drift_per_100_steps == 1 else DRIFT_STEPS
+
+
+def _times(asked: Scenario) -> int:
+    return FEW_TIMES if asked.policy.groups_per_step * asked.group_size <= FEW else 1
 
 
 def _choice(asked: Scenario, count: int) -> Choice:
@@ -184,8 +191,9 @@ def cohort_error(cell: Cell) -> float:
     """Largest error of the wall clock by cohorts, over the variants of a cell that was simulated exactly."""
     worst = 0.0
     for variant, choice in cell.choices.items():
-        tagged = split(scenario(cell.name, cell.nodes, variant), choice.trainers)
-        again = simulate(shrunk(replace(tagged, warm_up=LARGE_WARM_UP, stop_after=LARGE_WARM_UP + LARGE_STEPS)))
+        asked = scenario(cell.name, cell.nodes, variant)
+        warm_up, steps = _length(asked)
+        again = simulate(shrunk(replace(split(asked, choice.trainers), warm_up=warm_up, stop_after=warm_up + steps)))
         worst = max(worst, abs(again.wall_s / choice.result.wall_s - 1))
     return worst
 

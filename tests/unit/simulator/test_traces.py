@@ -99,7 +99,7 @@ def test_a_run_is_predicted_from_the_record_of_another_one() -> None:
     told = replayed(seen, other)
     assert (told.policy.name, told.policy.steps, told.policy.staleness) == ("colocated", 2, 0)
     assert told.cluster == replayed(seen).cluster, "rates and costs are those of the record"
-    error = compare({"multiplexed": seen, "colocated": seen.model_copy(update={"measured": other})})
+    error = compare({"off_policy": seen, "colocated": seen.model_copy(update={"measured": other})})
     assert error == round(abs(predicted(seen, other) / 10.0 - 1), 4), "what was fitted does not count"
 
 
