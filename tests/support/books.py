@@ -53,10 +53,10 @@ class Books:
             tokens = {row.id: 1 for row in shard.sessions}
             ledger.commit_group(self.run, TRAIN, shard.ordinal, key, self.store.put(key, data), tokens)
 
-    def claim(self, step: int, *, drop_zero_variance: bool = True) -> UpdateRequest:
+    def claim(self, step: int) -> UpdateRequest:
         """Claim one group for a step."""
         claim = self.ledger.claim_batch(
-            self.run, self.lineage, step, 1, drop_zero_variance=drop_zero_variance, min_version=0, take_partial=False
+            self.run, self.lineage, step, 1, drop_zero_variance=True, min_version=0, take_partial=False
         )
         assert claim is not None
         ref = write_manifest(self.store, Manifest.of(claim, 1.0))  # type: ignore[arg-type]  # it only puts

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from books import Books
 from memory_store import MemoryStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,16 +99,16 @@ def run_file(model: Path) -> RunSpec:
 
 def commit(books: Books, path: str, digest: str) -> None:
     """One group is trained by step 0, which makes version 1."""
-    ids = torch.tensor([1, 2], dtype=torch.int32).numpy()
-    nothing = ids[:0]
-    spans = (
-        Span(-1, "prompt", ids, nothing.astype("float32"), (nothing, nothing), ""),
-        Span(0, "completion", ids, -ids.astype("float32"), (ids[:1] * 0, ids[1:]), "g"),
-    )
-    generation = Generation("g", "s", 0, 0, (1,), "stop", 1.0, 1.0, True, ())
-    session = SessionRow("s", 0, 1, 1.0, "finished", turns=1, forks=0, leaves=(1,))
-    books.produce([Shard(books.run, "train", 0, spans, (generation,), (session,))])
-    books.claim(0, drop_zero_variance=False)
+    ids = np.array([1, 2], np.int32)
+    one, nothing = np.array([1], np.int32), np.array([], np.int32)
+    spans = [Span(-1, "prompt", ids, np.array([], np.float32), (nothing, nothing), "")]
+    generations, sessions = [], []
+    for number, name in enumerate(("s0", "s1")):
+        spans.append(Span(0, "completion", ids + number, -ids.astype(np.float32), (one * 0, one * 2), f"{name}/g"))
+        generations.append(Generation(f"{name}/g", name, 0, 0, (number + 1,), "stop", 1.0, 1.0, True, ()))
+        sessions.append(SessionRow(name, number, 1, float(number), "finished", turns=1, forks=0, leaves=(number + 1,)))
+    books.produce([Shard(books.run, "train", 0, tuple(spans), tuple(generations), tuple(sessions))])
+    books.claim(0)
     books.commit(
         UpdateResult(
             lineage=0,

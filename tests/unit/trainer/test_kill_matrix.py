@@ -18,6 +18,7 @@ from workers.trainer.messages import UpdateRequest
 
 ONLY_RANK_0 = ("sealing", "published")
 """Points that the other rank does not come to."""
+pytestmark = pytest.mark.timeout(900)
 KILLS = [(rank, point) for point in POINTS for rank in (0, 1) if rank == 0 or point not in ONLY_RANK_0]
 
 
