@@ -13,7 +13,7 @@ from simulator.lending import LENDING, PEERS, Hysteresis, JustInTime
 from simulator.measure import Result
 from simulator.presets import preset
 from simulator.run import Scenario, simulate
-from simulator.splits import balanced, climb, search, split
+from simulator.splits import Search, balanced, climb, search, split
 from workflows.scheduling.pipeline import policy
 from workflows.spec import PipelineSpec
 
@@ -131,7 +131,7 @@ def measure(name: str, nodes: int, shares: dict[str, float]) -> Cell:
     began = time.perf_counter()
     choices = {"colocated": Choice(nodes, _final(scenario(name, nodes, "colocated"), nodes))}
     for variant in variants(nodes):
-        fixed = choices["off_policy+parts"].trainers if variant == OURS and nodes <= SEARCHED else None
+        fixed = {choices[n].trainers for n in EQUAL_STALENESS} if variant == OURS and nodes <= SEARCHED else set()
         count = _trainers(name, nodes, variant, shares, fixed)
         choices[variant] = _choice(scenario(name, nodes, variant), count)
     for peer in PEERS if nodes <= EXPLORED else ():
@@ -146,17 +146,20 @@ def variants(nodes: int) -> tuple[str, ...]:
     return (*EQUAL_STALENESS, OURS) if SEARCHED < nodes <= EXACT else (*STATIC, OURS)
 
 
-def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float], guess: int | None = None) -> int:
-    """How many nodes train: searched, from ``guess`` on, or by the share that a search at a smaller size has found."""
+def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float], starts: set[int]) -> int:
+    """How many nodes train: searched, also from ``starts`` on, or by the share found by a search at a smaller size."""
     known = max(1, round(shares[variant] * nodes)) if variant in shares else None
     if known is not None and (nodes > SEARCHED or variant in ON_POLICY):
         return known
     asked = _briefly(scenario(name, nodes, variant))
     if variant in ON_POLICY:  # they lose by far; their best split need not be known to the node
         return balanced(asked)
-    start = guess or known
-    found = climb(asked, start or balanced(asked)) if start or _times(asked) == 1 else search(asked)
-    return found.calmest(CLOSE) if variant == OURS else found.best
+    if not starts and known is None and _times(asked) > 1:
+        return search(asked).best
+    found: dict[int, Result] = {}
+    for start in sorted(starts) or [known or balanced(asked)]:
+        found |= climb(asked, start).results
+    return Search(found).calmest(CLOSE) if variant == OURS else Search(found).best
 
 
 def _briefly(asked: Scenario) -> Scenario:
