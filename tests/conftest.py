@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 import sweeper as sweeper_process
+from hypothesis import HealthCheck, settings
 from postgres import PostgresServer
 
 from storage.objects import ObjectStore
 from storage.seaweed import Weed
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

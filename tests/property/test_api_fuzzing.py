@@ -34,7 +34,6 @@ RUN = "demo"
 MODES = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 few = settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 

@@ -27,7 +27,7 @@ def kv_of(ids: list[int] | np.ndarray) -> torch.Tensor:
     return torch.tensor(values).view(1, 1, -1, 1, 1).expand(1, 2, -1, 1, 2).clone()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.sampled_from("ab"), ids_lists), max_size=25), st.integers(1, 40), ids_lists)
 def test_a_match_is_the_longest_known_prefix_and_its_kv(
     inserted: list[tuple[str, list[int]]], capacity: int, wanted: list[int]
@@ -52,7 +52,7 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(ids_lists, st.integers(0, 30)), max_size=30), st.data())
 def test_rows_stay_dense_and_with_their_sequences(operations: list[list[int] | int], data: st.DataObject) -> None:
     batch = Batch(KvRows(CONFIG, torch.float32))

@@ -159,7 +159,7 @@ def one_by_one(reader: StreamReader, raw: list[bytes]) -> Iterator[Chunk]:
 
 
 @given(raw=payloads(), cuts=st.lists(st.integers(0, 20)), vocab=st.sampled_from([VOCAB, None]))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_events_read_together_tell_what_they_tell_one_by_one(
     raw: list[bytes], cuts: list[int], vocab: int | None
 ) -> None:
@@ -187,7 +187,7 @@ def test_an_event_that_is_strange_in_one_place_is_read_alike(path: Path, at: int
 
 
 @given(length=st.integers(2, 300), change=st.integers(1, 300))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_plain_events_of_one_version_become_one_chunk(length: int, change: int) -> None:
     versions = ["0" if at < change else "1" for at in range(length)]
     raw = [
@@ -205,7 +205,7 @@ def test_plain_events_of_one_version_become_one_chunk(length: int, change: int) 
     cuts=st.lists(st.integers(0, 10**4), max_size=30),
     informational=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_an_answer_in_any_framing_and_any_pieces_gives_its_events(
     raw: list[bytes], framing: str, sizes: list[int], cuts: list[int], informational: bool
 ) -> None:

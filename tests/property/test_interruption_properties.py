@@ -280,7 +280,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recent", [4, 0], ids=["word by word", "by digest"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(first=SCRIPTS, second=SCRIPTS, data=st.data())
 def test_nothing_that_happens_on_the_way_shows_in_the_tree_or_in_what_agents_were_told(
     renderer: Renderer, recent: int, first: list[Step], second: list[Step], data: st.DataObject

@@ -111,7 +111,7 @@ def _ids(journal: Journal, session: str) -> list[int]:
     return [int(number) for record in journal.read(session) if record.ids is not None for number in record.ids]
 
 
-SETTINGS = settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=15, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 
 
 def test_the_journal_holds_what_it_acknowledged_on_sqlite(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.step_of_session[str(row.session)] == row.step
 
 
-SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=20, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 def test_the_books_balance_on_sqlite(tmp_path: Path) -> None:

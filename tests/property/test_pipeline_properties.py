@@ -72,7 +72,7 @@ def test_what_is_admitted_is_never_too_old_for_the_step_that_trains_it(rule: Pip
         assert last_step - step <= rule.staleness
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(0, 2), st.integers(0, 1000), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from([0.0, 2.0, 20.0]),
     st.sampled_from(["off_policy", "multiplexed"]),

@@ -227,6 +227,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(
-    max_examples=int(os.environ.get("POOL_SEQUENCES", "150")), stateful_step_count=30, deadline=None
-)
+TestPool.settings = settings(max_examples=int(os.environ.get("POOL_SEQUENCES", "150")), stateful_step_count=30)

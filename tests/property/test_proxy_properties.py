@@ -186,7 +186,7 @@ async def converse(
     return session, journal, seen
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     script=st.lists(st.tuples(st.sampled_from(ANSWERS), st.integers(1, 120), st.booleans()), min_size=1, max_size=3),
     data=st.data(),
@@ -203,7 +203,7 @@ def test_any_chunking_and_any_cuts_give_the_tree_and_the_answers_of_the_undistur
     assert facts(again) == facts(rough)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(alphabet='ad(1,)<tool_cal>/{}":\N{GRINNING FACE} \n', max_size=60), data=st.data())
 @pytest.mark.parametrize(
     "parser", [("none",), ("hermes",), ("positional", "", ""), ("positional", "<tool_call>", "</tool_call>")]
@@ -228,7 +228,7 @@ def test_an_answer_does_not_depend_on_how_its_tokens_were_split(renderer, parser
         assert build(cuts)[0].content == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.integers(0, 30), st.lists(st.integers(0, 2), max_size=8), st.booleans()),

@@ -78,7 +78,7 @@ def read(parser: ToolParser, parts: Sequence[str], *, ended: bool) -> list[str |
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), ended=st.booleans())
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_do_not_depend_on_how_the_text_was_cut_and_nothing_but_calls_is_lost(kind, data, ended):
@@ -94,7 +94,7 @@ def test_calls_do_not_depend_on_how_the_text_was_cut_and_nothing_but_calls_is_lo
             assert kind == "qwen_xml" or part.arguments == "{}" or part.arguments in text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), opened=st.booleans())
 @pytest.mark.parametrize("kind", ["none", *MARKS])
 def test_reasoning_does_not_depend_on_how_the_text_was_cut(kind, data, opened):
@@ -129,7 +129,7 @@ def answer(reading: Reading, ids: Sequence[int], edges: list[int], *, opened: bo
     return Message("assistant", text, thoughts, tuple(part for part in parts if isinstance(part, ToolCall)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_does_not_depend_on_how_its_tokens_came_and_shows_no_special_token(renderers, name, data):
@@ -153,7 +153,7 @@ ARGUMENTS = st.fixed_dictionaries({}, optional={"a": INTEGERS, "c": st.text(max_
 WITH_CALLS = [name for name, family in FAMILIES.items() if family.tool_parser != "none"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), content=st.sampled_from(["", "Let me see."]))
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_calls_that_a_template_writes_are_read_back_from_its_tokens(renderers, name, data, content):
@@ -181,7 +181,7 @@ def test_calls_that_a_template_writes_are_read_back_from_its_tokens(renderers, n
     assert found.digest_input() == Message("assistant", found.content, "", calls).digest_input()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 @pytest.mark.parametrize("name", FAMILIES)
 def test_encoding_by_segments_gives_the_ids_of_the_whole(renderers, name, data):

@@ -57,7 +57,7 @@ def shards(draw: st.DrawFn) -> Shard:
 
 
 @given(shard=shards())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_shard_comes_back_to_the_bit_and_always_has_the_same_bytes(shard: Shard) -> None:
     data = encode(shard)
     back = decode(data)
@@ -69,7 +69,7 @@ def test_a_shard_comes_back_to_the_bit_and_always_has_the_same_bytes(shard: Shar
 
 
 @given(shard=shards(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_damaged_shard_is_an_integrity_error_or_still_a_valid_tree(shard: Shard, data: Any) -> None:
     encoded = bytearray(encode(shard))
     position = data.draw(st.integers(0, len(encoded) - 1))
@@ -79,7 +79,7 @@ def test_a_damaged_shard_is_an_integrity_error_or_still_a_valid_tree(shard: Shar
 
 
 @given(shard=shards(), data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_cut_shard_is_an_integrity_error(shard: Shard, data: Any) -> None:
     encoded = encode(shard)
     with pytest.raises(IntegrityError, match="not a readable shard"):
@@ -87,7 +87,7 @@ def test_a_cut_shard_is_an_integrity_error(shard: Shard, data: Any) -> None:
 
 
 @given(shard=shards())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_shard_is_readable_by_pyarrow_alone(shard: Shard) -> None:
     reader = pa.BufferReader(encode(shard))
     spans, generations, sessions = (pa.ipc.open_stream(reader).read_all() for _ in range(3))

@@ -50,7 +50,7 @@ def covered(found: list[Block], tokens: int) -> npt.NDArray[np.int64]:
 
 
 @given(paths())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_tree_holds_each_beginning_once_and_gives_every_path_back(given_paths: list[npt.NDArray[np.int32]]) -> None:
     tree = TokenTree(given_paths)
     beginnings = {tuple(ids[:n]) for ids in given_paths for n in range(1, len(ids) + 1)}
@@ -61,7 +61,7 @@ def test_a_tree_holds_each_beginning_once_and_gives_every_path_back(given_paths:
 
 
 @given(paths(), st.booleans())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_blocks_hold_each_pair_of_a_token_and_its_ancestor_once(
     given_paths: list[npt.NDArray[np.int32]], merge: bool
 ) -> None:
@@ -74,7 +74,7 @@ def test_blocks_hold_each_pair_of_a_token_and_its_ancestor_once(
 
 
 @given(paths())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_without_merging_paths_stand_side_by_side(given_paths: list[npt.NDArray[np.int32]]) -> None:
     tree = TokenTree(given_paths, merge=False)
     assert len(tree.ids_T) == sum(len(ids) for ids in given_paths)
@@ -82,7 +82,7 @@ def test_without_merging_paths_stand_side_by_side(given_paths: list[npt.NDArray[
 
 
 @given(paths(most=7), st.integers(1, 40))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_no_other_cut_in_tree_order_computes_fewer_tokens(
     given_paths: list[npt.NDArray[np.int32]], budget: int
 ) -> None:
@@ -106,7 +106,7 @@ def test_no_other_cut_in_tree_order_computes_fewer_tokens(
 
 
 @given(paths(longest=100))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_attention_on_a_gpu_sees_the_same_pairs(given_paths: list[npt.NDArray[np.int32]]) -> None:
     tree = TokenTree(given_paths)
     tokens = len(tree.ids_T)
@@ -122,7 +122,7 @@ def test_attention_on_a_gpu_sees_the_same_pairs(given_paths: list[npt.NDArray[np
 
 
 @given(paths(longest=40), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.integers(0, 9))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_output_and_gradient_are_those_of_the_masked_attention(
     given_paths: list[npt.NDArray[np.int32]], heads: tuple[int, int], seed: int
 ) -> None:

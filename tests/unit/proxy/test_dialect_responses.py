@@ -510,7 +510,7 @@ def written(item):
     return (item.get("arguments") or item.get("input")) if "call_id" in item else item["content"][0]["text"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.lists(PIECES, max_size=8), st.booleans())
 def test_any_chunking_gives_the_same_response_and_it_replays_to_the_answer(data, deltas, sealed):
     asked = {"tools": [ADD, PATCH], "include": ["reasoning.encrypted_content"] if sealed else []}
@@ -584,7 +584,7 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(NAMES, VALUES, max_size=4), st.lists(st.dictionaries(KEYS, VALUES, max_size=5), max_size=3))
 def test_any_json_object_is_a_turn_or_a_refusal(data, items):
     body = json.dumps({"input": items or "hi", **data}).encode()

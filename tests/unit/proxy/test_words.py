@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -65,7 +65,6 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CUTS)
-@settings(deadline=None)
 @given(TEXTS)
 def test_ids_of_ascii_text_are_the_tokenizer_s(name, text):
     words = WORDS[name]

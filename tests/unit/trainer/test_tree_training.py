@@ -113,7 +113,7 @@ def _train(model: Any, batches: Sequence[MicroBatch], *, trees: bool) -> tuple[f
 
 
 @given(rows=steps(), row_tokens=st.sampled_from([1, 25, 60, 1000]), merge=st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_loss_and_gradient_are_those_of_every_path_alone(
     models: tuple[Any, Any], rows: list[WeightedTrajectory], row_tokens: int, merge: bool
 ) -> None:
@@ -126,7 +126,7 @@ def test_loss_and_gradient_are_those_of_every_path_alone(
 
 
 @given(rows=steps())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_logprobs_are_those_of_every_path_alone(models: tuple[Any, Any], rows: list[WeightedTrajectory]) -> None:
     flat, tree = models
     (batch,), _ = plan(rows, rank=0, ranks=1, row_tokens=10_000)
@@ -143,7 +143,7 @@ def test_logprobs_are_those_of_every_path_alone(models: tuple[Any, Any], rows: l
 
 
 @given(rows=steps(), ranks=st.integers(1, 4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_rank_s_tokens_together_are_the_step_s(rows: list[WeightedTrajectory], ranks: int) -> None:
     shares = [plan(rows, rank=rank, ranks=ranks, row_tokens=40) for rank in range(ranks)]
     batches = [batch for share, _ in shares for batch in share if batch.weight_N.any()]
@@ -156,7 +156,7 @@ def test_every_rank_s_tokens_together_are_the_step_s(rows: list[WeightedTrajecto
 
 
 @given(rows=steps())
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_activation_checkpointing_changes_nothing(models: tuple[Any, Any], rows: list[WeightedTrajectory]) -> None:
     _, model = models
     batches, _ = plan(rows, rank=0, ranks=1, row_tokens=100)
