@@ -6,10 +6,19 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from workers.tracking.trackers import Wandb
 from workflows.spec import WandbSpec
+
+
+@pytest.fixture(autouse=True, scope="module")
+def service() -> Iterator[None]:
+    """W&B starts a process of its own, which it would look for at the end of the session."""
+    yield
+    wandb.teardown()
 
 
 def records(folder: Path) -> Iterator[Record]:
