@@ -38,20 +38,19 @@ class Results:
         with self._path.open("a") as file:
             file.write(json.dumps(row.json()) + "\n")
 
-    def of(self, cells: list[Cell]) -> list[Row]:
-        """Those of the cells that are there, in the cells' order."""
+    def of(self, cells: list[Cell]) -> dict[Cell, Row]:
+        """Those of the cells that are there, in the cells' order; of two the newer."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        rows = {(row.task, row.setting, row.seed): row for row in (Row.of(json.loads(line)) for line in lines)}
-        keys = [(cell.task, cell.setting, cell.seed) for cell in cells]
-        return [rows[key] for key in keys if key in rows]
+        rows = {row.digest: row for row in (Row.of(json.loads(line)) for line in lines)}
+        return {cell: rows[cell.digest()] for cell in cells if cell.digest() in rows}
 
 
 def bench(state: Path, cells: list[Cell]) -> list[Row]:
     """Make what is missing; all rows. Raises :class:`SeamlessFlowError` if a run fails."""
     state.mkdir(parents=True, exist_ok=True)
     results = Results(state / RESULTS)
-    there = {(row.task, row.setting, row.seed) for row in results.of(cells)}
-    missing = [cell for cell in cells if (cell.task, cell.setting, cell.seed) not in there]
+    there = results.of(cells)
+    missing = [cell for cell in cells if cell not in there]
 
     def keep(row: Row) -> None:
         results.add(row)
@@ -59,7 +58,7 @@ def bench(state: Path, cells: list[Cell]) -> list[Row]:
 
     if missing:
         run_all(state, missing, keep, _say)
-    return results.of(cells)
+    return list(results.of(cells).values())
 
 
 def _say(line: str) -> None:

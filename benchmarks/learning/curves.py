@@ -34,6 +34,8 @@ class Row:
     task: str
     setting: str
     seed: int
+    digest: str
+    """Of what was run, see :meth:`benchmarks.learning.plan.Cell.digest`."""
     rewards: tuple[tuple[float, ...], ...]
     """By step: the mean reward of each group that was trained."""
     staleness: tuple[float, ...]

@@ -111,6 +111,7 @@ def read_row(state: StateFolder, cell: Cell, steps: int, wall_s: float) -> Row:
             task=cell.task,
             setting=cell.setting,
             seed=cell.seed,
+            digest=cell.digest(),
             rewards=group_rewards(ledger.samples(cell.run, TRAIN), steps),
             staleness=staleness(ledger.steps(cell.run)),
             wall_s=wall_s,

@@ -67,12 +67,12 @@ TASKS = {
         settings=("on_policy", "corrected"),
         seeds=1,
         first=1,
-        last=3,
+        last=4,
         lanes=(LANES[0],),
         sections={
             "algorithm": {"group_size": 4, "groups_per_step": 6, "drop_zero_variance": False},
             "trainer": {"learning_rate": 1e-5},
-            "pipeline": {"steps": 8, "target_in_flight": 24},
+            "pipeline": {"steps": 12, "target_in_flight": 24},
         },
     ),
 }
@@ -101,6 +101,10 @@ class Cell:
     @property
     def run(self) -> str:
         return f"{self.task}-{self.setting.replace('_', '-')}-{self.seed}"
+
+    def digest(self) -> str:
+        """Of its run file, wherever the models are: a result of another plan is not this one's."""
+        return run_file(self, Path("/models")).digest()
 
 
 def plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from workflows.scheduling.pipeline import policy_of
 
 def row(setting: str, end: float, *, seed: int = 0, spread: float = 0.1) -> Row:
     steps = [(0.2, 0.4)] * 4 + [(end - spread, end + spread)] * 6
-    return Row("tiny", setting, seed, tuple(steps), (0.0,) * 10, 1.0)
+    (cell,) = [cell for cell in plan() if (cell.task, cell.setting, cell.seed) == ("tiny", setting, seed)]
+    return Row("tiny", setting, seed, cell.digest(), tuple(steps), (0.0,) * 10, 1.0)
 
 
 def sample(ordinal: int, number: int, reward: float | None, step: int | None) -> SampleRow:
@@ -137,11 +137,17 @@ def test_the_picture_shows_settings_that_are_there(tmp_path: Path) -> None:
 def test_a_kept_result_is_read_back_as_it_was_and_the_newest_counts(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.jsonl")
     (cell,) = plan(["tiny"], ["on_policy"], seeds=1)
-    assert results.of([cell]) == []
+    assert results.of([cell]) == {}
     for kept in (row("on_policy", 0.8), row("on_policy", 0.9), row("ppo", 0.5)):
         results.add(kept)
-    assert results.of([cell]) == [row("on_policy", 0.9)]
-    assert json.dumps(row("on_policy", 0.9).json())
+    assert results.of([cell]) == {cell: row("on_policy", 0.9)}
+
+
+def test_a_result_of_another_plan_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    (cell,) = plan(["tiny"], ["on_policy"], seeds=1)
+    results.add(dataclasses.replace(row("on_policy", 0.8), digest="of a run with other steps"))
+    assert results.of([cell]) == {}
 
 
 def test_windows_of_first_and_last_steps_do_not_overlap(tmp_path: Path) -> None:
