@@ -37,7 +37,7 @@ class Row:
     digest: str
     """Of what was run, see :meth:`benchmarks.learning.plan.Cell.digest`."""
     rewards: tuple[tuple[float, ...], ...]
-    """By step: the mean reward of each group that was trained."""
+    """By step: the mean reward of each group of its batch, those with equal rewards included."""
     staleness: tuple[float, ...]
     """By step: mean age of the trained tokens, in updates."""
     wall_s: float
@@ -111,14 +111,14 @@ def compare(one: Mean, other: Mean) -> Comparison:
 
 
 def group_rewards(samples: Iterable[SampleRow], steps: int) -> tuple[tuple[float, ...], ...]:
-    """By step: the mean reward of each trained group. Raises :class:`ConfigError` if a step has none."""
+    """By step: the mean reward of each group of its batch. Raises :class:`ConfigError` if a step has none."""
     found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in samples:
         if row.step is not None and row.reward is not None:
             found[row.step][row.key.ordinal].append(row.reward)
     missing = [step for step in range(steps) if step not in found]
     if missing:
-        raise ConfigError(f"step {missing[0]} trained no group")
+        raise ConfigError(f"step {missing[0]} has no group with a reward")
     return tuple(tuple(fmean(found[step][ordinal]) for ordinal in sorted(found[step])) for step in range(steps))
 
 
