@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 _PREFIX = 8
-"""Tokens that are enough to know the text of the next one by: more than the longest character has."""
+"""Tokens that are enough to know the text of the next one by, if they begin with a whole character."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,7 +32,7 @@ class Detokenizer:
         before, after = self._texts()
         if len(after) <= len(before) or after.endswith(_INCOMPLETE):
             return ""
-        self._prefix, self._shown = max(self._shown, len(self._ids) - _PREFIX), len(self._ids)
+        self._prefix, self._shown = self._next_prefix(), len(self._ids)
         return after[len(before) :]
 
     def flush(self) -> str:
@@ -44,6 +44,14 @@ class Detokenizer:
         rest = after[len(before) :]
         stripped = rest.rstrip(_INCOMPLETE)
         return rest if stripped == rest else stripped + _INCOMPLETE
+
+    def _next_prefix(self) -> int:
+        """Some decoders give up all bytes in a row for one that is missing, so a prefix begins with a whole character.
+        What was shown last does."""
+        short = len(self._ids) - _PREFIX
+        if short <= self._shown or _INCOMPLETE in self._decode(self._ids[short:]):
+            return self._shown
+        return short
 
     def _texts(self) -> tuple[str, str]:
         """Of the tokens from the prefix on: the text that was shown, and all of it."""

@@ -35,6 +35,21 @@ def test_26_text_that_comes_in_portions_of_any_size_adds_up(renderer, size):
     assert "".join(shown) + detokenizer.flush() == renderer.decode(ids)
 
 
+@pytest.mark.parametrize("first", range(20))
+def test_26_text_adds_up_where_a_decoder_gives_up_all_bytes_in_a_row_for_one(first):
+    def decode(ids):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+    text = "\U00010000\x80\x80\x80\x7f" * 2 + "x"
+    ids = list(text.encode())
+    detokenizer = Detokenizer(decode)
+    shown = [detokenizer.feed(ids[:first]), *(detokenizer.feed([token]) for token in ids[first:])]
+    assert "".join(shown) + detokenizer.flush() == text
+
+
 @pytest.mark.parametrize(
     ("stops", "parts", "shown", "matched"),
     [
