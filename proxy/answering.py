@@ -86,7 +86,7 @@ class Answering:
             self.stop()
 
     async def news(self, seen: int, timeout_s: float = 3600.0) -> bool:
-        """Wait for more than ``seen`` events, the end or :meth:`wake`; False: nothing came in ``timeout_s``."""
+        """Wait for more than ``seen`` events or the end; False: nothing came in ``timeout_s``."""
         if len(self.events) > seen or self.done:
             return True
         loop = asyncio.get_running_loop()
@@ -98,11 +98,6 @@ class Answering:
         finally:
             timer.cancel()
             self._waiters.discard(waiter)
-
-    def wake(self) -> None:
-        """Readers shall look again."""
-        for waiter in self._waiters:
-            _settle(waiter, True)
 
     async def gone(self) -> None:
         """Wait for the end of every owner, however it ends."""
@@ -116,7 +111,8 @@ class Answering:
             self.events.append(Event(choice, None))
             if self.turn.choices[choice].status == "failed":
                 self.stop()  # the answer as a whole has failed
-        self.wake()
+        for waiter in self._waiters:
+            _settle(waiter, True)
 
 
 def _settle(waiter: asyncio.Future[bool], news: bool) -> None:

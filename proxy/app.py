@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import orjson
 
@@ -131,8 +132,7 @@ class AgentApp:
             try:
                 if not gone.done():  # else no engine has been asked yet, nor will be
                     answer = _Answer(live, request, answering, dialect, send, skip)
-                    gone.add_done_callback(answer.leave)
-                    told = await (answer.stream() if request.stream else answer.whole())
+                    told = await answer.unless(gone, answer.stream if request.stream else answer.whole)
             finally:
                 await live.part(answering, told=told)
         finally:
@@ -146,8 +146,7 @@ class _Broken(Exception):
 class _Answer:
     """One reader of an answer, writing to one client, which has the first ``skip`` bytes of its stream already.
 
-    Raises Elsewhere when this process loses the session: whoever has it then goes on with the answer. Methods return
-    whether all of it was written before its client went away.
+    Raises Elsewhere when this process loses the session: whoever has it then goes on with the answer.
     """
 
     def __init__(
@@ -165,22 +164,34 @@ class _Answer:
         self._told = [0] * len(turn.choices)
         self._skip = skip
         self._hold_s = live.session.policy.hold_limit_s
+        self._writing: asyncio.Task[Any] | None = None
         self._left = False
 
-    def leave(self, _: object) -> None:
-        """The client went away."""
-        self._left = True
-        self._answering.wake()
+    async def unless(self, gone: asyncio.Task[None], write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """``write`` until ``gone`` is done; whether all of it was written before."""
+        self._writing = asyncio.current_task()
+        gone.add_done_callback(self._leave)
+        try:
+            await write()
+        except asyncio.CancelledError:
+            if not self._left or self._writing is None or self._writing.uncancel():
+                raise
+        finally:
+            self._writing = None  # the callback may be on its way already
+            gone.remove_done_callback(self._leave)
+        return not self._left
 
-    async def whole(self) -> bool:
+    def _leave(self, _: object) -> None:
+        if self._writing is not None:
+            self._left = True
+            self._writing.cancel()
+
+    async def whole(self) -> None:
         answering, started = self._answering, False
         loop = asyncio.get_running_loop()
         due = loop.time() + WHOLE_KEEP_ALIVE_S
         while not answering.done:
-            news = not self._left and await answering.news(len(answering.events), max(due - loop.time(), 0))
-            if self._left:
-                return False
-            if news:
+            if await answering.news(len(answering.events), max(due - loop.time(), 0)):
                 continue
             if not started:
                 await self._send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
@@ -200,17 +211,13 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": body})
         else:
             await reply(self._send, 200, [_JSON], body)
-        return not self._left
 
-    async def stream(self) -> bool:
+    async def stream(self) -> None:
         """Headers wait for the first event, so that an early failure gets its status; keep-alives may force them."""
         answering, writer = self._answering, self._dialect.stream(self._head)
         seen, started = 0, False
         while not (answering.done and seen == len(answering.events)):
-            news = not self._left and await answering.news(seen, KEEP_ALIVE_S)
-            if self._left:
-                return False
-            if not news:
+            if not await answering.news(seen, KEEP_ALIVE_S):
                 data = (b"" if started else self._untold(writer.opening())) + self._dialect.keep_alive
             elif answering.done and not started and not answering.finished:
                 break
@@ -235,7 +242,6 @@ class _Answer:
         except Exception as error:  # noqa: BLE001  # the stream has begun: whatever failed is told inside it
             end = writer.failure(error)
         await self._send({"type": "http.response.body", "body": end})
-        return not self._left
 
     def _untold(self, data: bytes) -> bytes:
         if self._skip:
