@@ -16,7 +16,7 @@ from temporalio.common import RetryPolicy, SearchAttributeKey
 from temporalio.exceptions import ApplicationError, FailureError
 from temporalio.workflow import ActivityCancellationType, ActivityHandle, ExternalWorkflowHandle
 
-from workflows.messages import GangProbe, GangView, LeaseEvent, TrainerTask
+from workflows.messages import GangProbe, GangView, LeaseEvent, ManifestRef, StepInput, TrainerTask, TrainTask
 from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue
 
 T = TypeVar("T")
@@ -127,6 +127,38 @@ def on_node(
         cancellation_type=ActivityCancellationType.TRY_CANCEL,
         summary=summary,
     )
+
+
+def on_gang(
+    name: str,
+    step: StepInput,
+    lease: LeaseEvent,
+    manifest: ManifestRef,
+    result: type[T],
+    *,
+    summary: str,
+) -> list[ActivityHandle[T]]:
+    """Have every member of a gang work on a manifest, one handle each, in the order of ``lease.members``."""
+    limit = step.spec.trainer.step_time_limit_s
+    tasks = [
+        TrainTask(
+            run=step.spec.run,
+            lease=lease.lease,
+            epoch=lease.epoch,
+            node=node,
+            gang=lease.gang or "",
+            lineage=step.lineage,
+            manifest=manifest,
+            time_limit_s=limit,
+        )
+        for node in lease.members
+    ]
+    return [
+        on_node(
+            name, task, result, queue=node_queue(task.node), limit_s=limit + 60, summary=f"{summary} on {task.node}"
+        )
+        for task in tasks
+    ]
 
 
 def gang_probe(run: str, node: str) -> ActivityHandle[GangView]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
-from temporalio.workflow import ActivityHandle
 
 from workflows import calls
-from workflows.messages import LeaseEvent, PartInput, PartResult, StepInput, TrainInterval, TrainTask
-from workflows.queues import node_queue
+from workflows.messages import LeaseEvent, PartInput, PartResult, StepInput, TrainInterval
 
 
 class HeadStart:
@@ -55,22 +53,6 @@ class HeadStart:
         return part
 
     async def _accumulate(self, lease: LeaseEvent, part: PartResult) -> None:
-        handles = [self._on(node, lease, part) for node in lease.members]
+        summary = f"{len(part.ordinals)} groups of step {self._task.step} ahead of their batch"
+        handles = calls.on_gang("accumulate", self._task, lease, part.manifest, TrainInterval, summary=summary)
         self.busy += [await handle for handle in handles]
-
-    def _on(self, node: str, lease: LeaseEvent, part: PartResult) -> ActivityHandle[TrainInterval]:
-        limit = self._task.spec.trainer.step_time_limit_s
-        train = TrainTask(
-            run=self._task.spec.run,
-            lease=lease.lease,
-            epoch=lease.epoch,
-            node=node,
-            gang=lease.gang or "",
-            lineage=self._task.lineage,
-            manifest=part.manifest,
-            time_limit_s=limit,
-        )
-        summary = f"{len(part.ordinals)} groups of step {self._task.step} ahead of their batch on {node}"
-        return calls.on_node(
-            "accumulate", train, TrainInterval, queue=node_queue(node), limit_s=limit + 60, summary=summary
-        )

@@ -7,8 +7,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.workflow import ActivityHandle
 
 from workflows import calls
-from workflows.messages import LeaseEvent, LeaseRequest, ManifestRef, TrainOutcome, TrainTask
-from workflows.queues import node_queue
+from workflows.messages import LeaseEvent, LeaseRequest, TrainOutcome
 from workflows.scheduling import pipeline
 from workflows.step_base import StepBase
 
@@ -66,8 +65,8 @@ class StepGang(StepBase):
         """Send the batch to every member; None if the gang was lost (``self.lost`` says why)."""
         self.set_phase("training")
         assert self.manifest is not None  # noqa: S101 - set by _claim
-        limit = self.task.spec.trainer.step_time_limit_s
-        handles = [self._train_on(node, lease, self.manifest, limit) for node in lease.members]
+        summary = f"step {self.task.step}"
+        handles = calls.on_gang("train_step", self.task, lease, self.manifest, TrainOutcome, summary=summary)
         try:
             await self.until("the update", lambda: _settled(handles) or bool(self.lost))
             if self.lost and not all(h.done() for h in handles):
@@ -83,28 +82,6 @@ class StepGang(StepBase):
             for handle in handles:
                 if not handle.done():
                     handle.cancel()
-
-    def _train_on(
-        self, node: str, lease: LeaseEvent, manifest: ManifestRef, limit: float
-    ) -> ActivityHandle[TrainOutcome]:
-        train = TrainTask(
-            run=self.task.spec.run,
-            lease=lease.lease,
-            epoch=lease.epoch,
-            node=node,
-            gang=lease.gang or "",
-            lineage=self.task.lineage,
-            manifest=manifest,
-            time_limit_s=limit,
-        )
-        return calls.on_node(
-            "train_step",
-            train,
-            TrainOutcome,
-            queue=node_queue(node),
-            limit_s=limit + 60,
-            summary=f"step {self.task.step} on {node}",
-        )
 
     def _ready(self) -> bool:
         return self.lease is not None and self.lease.state == "ready"

@@ -155,7 +155,7 @@ class EngineHost:
     # Mechanics
 
     async def _start(self, task: EngineTask, last: EngineResidency | None) -> EngineResidency:
-        node = task.spec.node(self._node)
+        node = node_spec(task.spec, self._node)
         port = free_port()
         bind = self._host if self._host in LOOPBACK else "0.0.0.0"  # noqa: S104 - other machines have to reach it
         place = Place(node, bind, port, self._state.node(self._node) / "tokens.jsonl")
@@ -327,8 +327,7 @@ def _good(last: EngineResidency | None, run: str) -> WeightsRef | None:
 
 
 def node_spec(spec: RunSpec, node: str) -> NodeSpec:
-    """The node's section of the run file."""
-    for entry in spec.nodes:
-        if entry.id == node:
-            return entry
+    """The node's section of the run file; defaults for one that it does not name but takes (``pool.nodes: any``)."""
+    if spec.pool.nodes == "any" or any(entry.id == node for entry in spec.nodes):
+        return spec.node(node)
     raise ConfigError(f"run {spec.run} has no node {node!r}: its nodes are {', '.join(n.id for n in spec.nodes)}")

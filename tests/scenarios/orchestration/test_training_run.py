@@ -59,6 +59,7 @@ async def test_a_run_trains_every_step_and_evaluates_before_and_after(world: Fak
         assert world.position(f"train 0.{step} on m{step}") < world.position(f"commit 0.{step}")
     (evaluation,) = (line for line in world.log if line.startswith("evaluate 0"))
     assert evaluation in ("evaluate 0 on [0]", "evaluate 0 on [0, 1]"), "beside the first step, by one that keeps them"
+    assert world.position("evaluated 0") < world.position("begin load 1 on b")
     assert world.position("commit 0.2") < world.position("evaluate 3 on [3]") < world.position("finish finished")
     assert set(world.log[-2:]) == {"end processes on a", "end processes on b"}
     assert not world.routes
