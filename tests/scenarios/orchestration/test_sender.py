@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -17,13 +18,29 @@ from workers.node_agent.sender import Sender
 from workers.trainer.broadcast import joined
 
 
-def children() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if "workers.trainer.broadcast" in child.cmdline()]
-
-
-async def test_a_sender_listens_before_the_engine_is_told_and_ends_when_the_load_fails(tmp_path: Path) -> None:
+@pytest.fixture
+async def sender() -> AsyncIterator[Sender]:
+    """Closed also when the test fails."""
     sender = Sender()
     await sender.prepare()
+    yield sender
+    await sender.close()
+
+
+def sends(process: psutil.Process) -> bool:
+    try:
+        return "workers.trainer.broadcast" in process.cmdline()
+    except psutil.NoSuchProcess:  # another test's child, which has ended
+        return False
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if sends(child)]
+
+
+async def test_a_sender_listens_before_the_engine_is_told_and_ends_when_the_load_fails(
+    sender: Sender, tmp_path: Path
+) -> None:
     (ahead,) = children()
 
     async def load() -> None:
@@ -47,9 +64,7 @@ def receive(transfer: Transfer) -> torch.Tensor:
     return tensor
 
 
-async def test_one_process_sends_every_version(tmp_path: Path) -> None:
-    sender = Sender()
-    await sender.prepare()
+async def test_one_process_sends_every_version(sender: Sender, tmp_path: Path) -> None:
     started = children()
     for version in (1, 2):
         weights = tmp_path / str(version)
