@@ -316,8 +316,8 @@ class LedgerActivities:
         self._ledger.record_step(task.run, task.lineage, task.step, task.metrics)
         known = {(i.node, i.kind, i.start) for i in self._ledger.intervals(task.run)}
         for interval in task.intervals:
-            if (interval.node, "train", interval.start) not in known:
-                self._ledger.record_interval(task.run, interval.node, "train", interval.start, interval.end)
+            if (interval.node, interval.kind, interval.start) not in known:
+                self._ledger.record_interval(task.run, interval.node, interval.kind, interval.start, interval.end)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from temporalio import activity
 from temporalio.client import Client
@@ -25,9 +26,12 @@ from workers.node_agent.trainer import TrainerHost
 from workers.residency import EngineResidency, EpochMemory
 from workflows import calls
 from workflows.messages import (
+    ColumnsOutcome,
+    ColumnsTask,
     EngineHold,
     EngineTask,
     GangProbe,
+    GangRole,
     GangView,
     MemberReport,
     NodeProfiled,
@@ -54,7 +58,7 @@ class NodeActivities:
         client: Client,
         node: str,
         engine: EngineHost,
-        trainer: TrainerHost,
+        gangs: Mapping[GangRole, TrainerHost],
         epochs: EpochMemory,
         tokens: TaskTokens,
         meter: RateMeter,
@@ -62,7 +66,7 @@ class NodeActivities:
         self._client = client
         self._node = node
         self._engine = engine
-        self._trainer = trainer
+        self._gangs = gangs
         self._epochs = epochs
         self._tokens = tokens
         self._meter = meter
@@ -120,17 +124,17 @@ class NodeActivities:
             if found is not None:
                 await found.process.end()
 
-    # Trainer
+    # Gangs
 
     @activity.defn(name="gang_probe")
     async def gang_probe(self, task: GangProbe) -> GangView:
         """Which gang lives on this node, whole and idle; ranks that are starting are waited for."""
-        return await beating(self._trainer.probe(task.run))
+        return await beating(self._gangs[task.role].probe(task.run))
 
     @activity.defn(name="warm_ranks")
     async def warm_ranks(self, task: TrainerTask) -> None:
         """Start this node's ranks ahead of their first lease; until then its device is others'."""
-        await beating(self._trainer.ensure(task, parked=True))
+        await beating(self._gangs[task.role].ensure(task, parked=True))
 
     @activity.defn(name="trainer_supervise")
     async def trainer_supervise(self, task: TrainerTask) -> None:
@@ -149,39 +153,49 @@ class NodeActivities:
         """Send one batch to the node's ranks; a repeated call joins the running update or gets its result."""
         self._epochs.admit(task.epoch)
         with self._tokens.kept():
-            return self._meter.noted(await beating(self._trainer.update(task)))
+            return self._meter.noted(await beating(self._gangs["trainer"].update(task)))
 
     @activity.defn(name="accumulate")
     async def accumulate(self, task: TrainTask) -> TrainInterval:
         """Have the node's ranks compute the gradients of groups that are complete ahead of their batch."""
         self._epochs.admit(task.epoch)
         with self._tokens.kept():
-            return await beating(self._trainer.accumulate(task))
+            return await beating(self._gangs["trainer"].accumulate(task))
+
+    @activity.defn(name="compute_columns")
+    async def compute_columns(self, task: ColumnsTask) -> ColumnsOutcome:
+        """Have a reference or critic say what it can of a share of a batch; a repeated call finds what was written."""
+        self._epochs.admit(task.epoch)
+        with self._tokens.kept():
+            return await beating(self._gangs[task.role].columns(task))
 
     async def _keep_ranks(self, task: TrainerTask) -> None:
-        await self._trainer.ensure(task)
+        gang = self._gangs[task.role]
+        await gang.ensure(task)
         ready = MemberReport(node=self._node, state="ready", seq=time.time(), gang=task.gang)
         await self._report(task, ready)
-        why = await self._trainer.until_dead(task.gang)
-        await self._trainer.end(task.run)
+        why = await gang.until_dead(task.gang)
+        await gang.end(task.run)
         raise GangLost(why)
 
     async def _park_ranks(self, task: TrainerTask) -> None:
+        gang = self._gangs[task.role]
         try:
-            await self._trainer.quiesce(task.gang, limit_s=QUIESCE_LIMIT_S)
-            await self._trainer.park(task)
+            await gang.quiesce(task.gang, limit_s=QUIESCE_LIMIT_S)
+            await gang.park(task)
         except FencedError as error:
             activity.logger.warning("the ranks are not parked, a newer lease has them: %s", error)
         except SeamlessFlowError as error:  # the next lease probes the ranks and starts a new gang
             activity.logger.warning("the ranks could not be parked and are ended: %s", error)
-            await self._trainer.end(task.run)
+            await gang.end(task.run)
 
-    # Both
+    # All
 
     @activity.defn(name="end_residency")
     async def end_residency(self, task: NodeRun) -> None:
         """End the processes of a run on this node."""
-        await beating(asyncio.gather(self._engine.end(task.run), self._trainer.end(task.run)))
+        gangs = (gang.end(task.run) for gang in self._gangs.values())
+        await beating(asyncio.gather(self._engine.end(task.run), *gangs))
 
     @activity.defn(name="profile_node")
     async def profile_node(self, task: ProfileTask) -> NodeProfiled:

@@ -54,10 +54,13 @@ def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
         states = 12 * parameters if spec.model.dtype == "bfloat16" else 8 * parameters
         split = gang if spec.trainer.zero_stage else 1
         gradients = weights // gang if spec.trainer.zero_stage >= 2 else weights
-        trained = 2 if spec.algorithm.has_critic else 1
+        held = set(spec.algorithm.companions) - set(spec.algorithm.companions_apart)
+        trained = 2 if "critic" in held else 1
         kept = weights // gang if spec.trainer.zero_stage == 3 else weights
-        frozen = 0 if spec.algorithm.kl == "none" else kept
+        frozen = kept if "reference" in held else 0
         total += node.ranks * (BASE_BYTES + trained * (weights + gradients + states // split) + frozen)
+    if "reference" in node.tags and "reference" in spec.algorithm.companions_apart:
+        total += node.ranks * (BASE_BYTES + (weights // node.ranks if spec.trainer.zero_stage == 3 else weights))
     return total
 
 

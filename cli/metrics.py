@@ -42,7 +42,8 @@ OF_THE_BATCH = {
     "reward_std": "Standard deviation of these rewards.",
     "replayed": "1 for a batch that is trained again after a rewind: its rewards were counted when it was claimed.",
     "seconds_claim": "Seconds from the start of the step to the claim of its batch.",
-    "seconds_acquire": "Seconds from then until the trainer gang was ready.",
+    "seconds_companions": "Seconds from then until models that have nodes of their own had computed the batch.",
+    "seconds_acquire": "Seconds from the claim until the trainer gang was ready.",
     "seconds_step_training": "Seconds from then until every member had trained.",
 }
 

@@ -2,7 +2,8 @@
 
 A process is named by pid *and* start time, since pids are reused. Files are
 written atomically with mode 0600 into ``nodes/<node>/``: ``engine.json``,
-``gang.json`` and, by each trainer rank itself, ``rank-<r>.json``.
+``gang.json`` and, by each trainer rank itself, ``rank-<r>.json``; the same for a reference or critic, with the role in
+front: ``reference-gang.json``.
 """
 
 from __future__ import annotations

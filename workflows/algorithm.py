@@ -15,6 +15,8 @@ Name = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
 Loss = Literal["clip", "gspo", "cispo", "policy_gradient"]
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
+Companion = Literal["reference", "critic"]
+COMPANIONS: tuple[Companion, ...] = ("reference", "critic")
 Target = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
@@ -108,8 +110,11 @@ class AlgorithmSpec(Spec):
     kl_coefficient: float | None = Field(default=None, gt=0)
     """Its weight; needed with ``kl``."""
     reference: str | None = None
-    """Directory of the reference model; None: the run's initial weights. Kept by each rank of the trainer; with ZeRO
-    stage 3 it is split over them."""
+    """Directory of the reference model; None: the run's initial weights. Kept by each rank that computes it; with ZeRO
+    stage 3 it is split over the ranks of its gang."""
+    reference_on: Literal["trainer", "own"] = "trainer"
+    """``trainer``: the trainer's ranks hold the reference. ``own``: the nodes with the tag ``reference`` do, which do
+    nothing else for the run; each batch is shared among them, and the nodes that roll out go on meanwhile."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     critic: str | None = None
@@ -141,6 +146,18 @@ class AlgorithmSpec(Spec):
     @property
     def has_critic(self) -> bool:
         return self.advantage_used == "gae"
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """Models beside the policy that each batch is shown to."""
+        needed = {"reference": self.kl != "none", "critic": self.has_critic}
+        return tuple(name for name in COMPANIONS if needed[name])
+
+    @property
+    def companions_apart(self) -> tuple[Companion, ...]:
+        """Those of :attr:`companions` that are on nodes of their own, with a lease of their own."""
+        own = {"reference": self.reference_on == "own", "critic": False}
+        return tuple(name for name in self.companions if own[name])
 
     @property
     def relative_to_group(self) -> bool:
@@ -197,7 +214,7 @@ class AlgorithmSpec(Spec):
             ("aggregation_length", "set aggregation: fixed_length", self.aggregation_used == "fixed_length"),
             ("discount_per", "set discount or gae_lambda below 1", turns),
             ("gae_lambda", "set advantage: gae", critic),
-            *((key, "set kl", kl) for key in ("kl_in", "kl_coefficient", "reference")),
+            *((key, "set kl", kl) for key in ("kl_in", "kl_coefficient", "reference", "reference_on")),
             *((key, "set advantage: gae", critic) for key in ("critic", "critic_learning_rate", "critic_warmup")),
             ("value_clip", "set advantage: gae and epochs or minibatches", critic and self.several_steps),
         ]

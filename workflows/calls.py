@@ -16,7 +16,20 @@ from temporalio.common import RetryPolicy, SearchAttributeKey
 from temporalio.exceptions import ApplicationError, FailureError
 from temporalio.workflow import ActivityCancellationType, ActivityHandle, ExternalWorkflowHandle
 
-from workflows.messages import GangProbe, GangView, LeaseEvent, ManifestRef, StepInput, TrainerTask, TrainTask
+from workflows.messages import (
+    ColumnRef,
+    ColumnsOutcome,
+    ColumnsTask,
+    CompanionView,
+    GangProbe,
+    GangRole,
+    GangView,
+    LeaseEvent,
+    ManifestRef,
+    StepInput,
+    TrainerTask,
+    TrainTask,
+)
 from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue
 
 T = TypeVar("T")
@@ -137,8 +150,12 @@ def on_gang(
     result: type[T],
     *,
     summary: str,
+    columns: tuple[ColumnRef, ...] = (),
 ) -> list[ActivityHandle[T]]:
-    """Have every member of a gang work on a manifest, one handle each, in the order of ``lease.members``."""
+    """Have every member of a gang work on a manifest, one handle each, in the order of ``lease.members``.
+
+    ``columns``: what models that the gang does not hold say of the manifest's tokens.
+    """
     limit = step.spec.trainer.step_time_limit_s
     tasks = [
         TrainTask(
@@ -150,6 +167,7 @@ def on_gang(
             lineage=step.lineage,
             manifest=manifest,
             time_limit_s=limit,
+            columns=columns,
         )
         for node in lease.members
     ]
@@ -161,11 +179,39 @@ def on_gang(
     ]
 
 
-def gang_probe(run: str, node: str) -> ActivityHandle[GangView]:
-    """Ask a node which trainer ranks live on it; waits for ranks that are starting."""
+def compute_columns(
+    step: StepInput, companion: CompanionView, manifest: ManifestRef, share: int, shares: int
+) -> ActivityHandle[ColumnsOutcome]:
+    """Have a reference's or critic's gang, which is one node's, say what it can of a share of a manifest."""
+    limit, node = step.spec.trainer.step_time_limit_s, companion.members[0]
+    task = ColumnsTask(
+        run=step.spec.run,
+        lease=companion.lease,
+        epoch=companion.epoch,
+        node=node,
+        gang=companion.gang,
+        lineage=step.lineage,
+        manifest=manifest,
+        time_limit_s=limit,
+        role=companion.role,
+        share=share,
+        shares=shares,
+    )
+    return on_node(
+        "compute_columns",
+        task,
+        ColumnsOutcome,
+        queue=node_queue(node),
+        limit_s=limit + 60,
+        summary=f"{companion.role} of step {manifest.step}, share {share + 1} of {shares}, on {node}",
+    )
+
+
+def gang_probe(run: str, node: str, role: GangRole = "trainer") -> ActivityHandle[GangView]:
+    """Ask a node which ranks of a role live on it; waits for ranks that are starting."""
     return on_node(
         "gang_probe",
-        GangProbe(run=run, node=node),
+        GangProbe(run=run, node=node, role=role),
         GangView,
         queue=nodectl_queue(node),
         limit_s=900,

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 from workflows import calls
-from workflows.messages import LeaseEvent, PartInput, PartResult, StepInput, TrainInterval
+from workflows.messages import ColumnRef, LeaseEvent, ManifestRef, PartInput, PartResult, StepInput, TrainInterval
+
+
+async def _nothing(manifest: ManifestRef) -> tuple[ColumnRef, ...]:
+    """Where the gang holds every model."""
+    return ()
 
 
 class HeadStart:
     """One step's; ``end`` once the batch is claimed: what is in work is finished, nothing more begins.
 
     ``taken``: groups that are accumulated or about to be; the batch has to hold them. ``busy``: when nodes trained.
-    ``failed``: why it ended early; the update computes what it did not.
+    ``failed``: why it ended early; the update computes what it did not. ``told``: asks models on other nodes for what
+    they say of a part.
     """
 
     def __init__(self, task: StepInput) -> None:
         self._task = task
         self._ended = False
+        self.told: Callable[[ManifestRef], Awaitable[tuple[ColumnRef, ...]]] = _nothing
         self.taken: tuple[int, ...] = ()
         self.busy: list[TrainInterval] = []
         self.failed = ""
@@ -54,5 +63,8 @@ class HeadStart:
 
     async def _accumulate(self, lease: LeaseEvent, part: PartResult) -> None:
         summary = f"{len(part.ordinals)} groups of step {self._task.step} ahead of their batch"
-        handles = calls.on_gang("accumulate", self._task, lease, part.manifest, TrainInterval, summary=summary)
+        columns = await self.told(part.manifest)
+        handles = calls.on_gang(
+            "accumulate", self._task, lease, part.manifest, TrainInterval, summary=summary, columns=columns
+        )
         self.busy += [await handle for handle in handles]

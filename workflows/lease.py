@@ -1,4 +1,4 @@
-"""``Lease``: the right of an engine or a trainer gang to use its nodes, and the only sequencer of its members.
+"""``Lease``: the right of an engine or a gang (trainer, reference, critic) to use its nodes, and their only sequencer.
 
 A lease owns one long supervising activity per member, started on the member's
 own queue. It ends when it is revoked (members park), when a member is lost
@@ -19,6 +19,7 @@ from temporalio.workflow import ActivityHandle
 
 from workflows import calls
 from workflows.engine_lease import EngineRole
+from workflows.gang_lease import GangLease
 from workflows.messages import (
     HoldLease,
     LeaseEvent,
@@ -30,7 +31,6 @@ from workflows.messages import (
     Revoke,
     WeightsRef,
 )
-from workflows.trainer_lease import TrainerRole
 
 
 class LeaseLost(Exception):
@@ -111,7 +111,7 @@ class Lease:
                 calls.SF_TAGS.value_set([task.role]),
             ]
         )
-        role = EngineRole(self) if task.role == "engine" else TrainerRole(self)
+        role = EngineRole(self) if task.role == "engine" else GangLease(self)
         lost = ""
         try:
             await role.serve()
@@ -184,7 +184,7 @@ class Lease:
         )
         await calls.tell_owner(self.task.owner, event)
 
-    async def _park(self, role: EngineRole | TrainerRole) -> str:
+    async def _park(self, role: EngineRole | GangLease) -> str:
         """Cancel the supervisors and wait until their members are parked. Returns why one was lost, if so."""
         await role.quiesce()
         lost = ""

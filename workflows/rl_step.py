@@ -1,7 +1,8 @@
 """``RlStep``: one policy update, from a claimed batch to a committed checkpoint.
 
-claiming -> acquiring (the pool pre-empts train nodes, or the run has kept
-the gang) -> training -> committing. The manifest's digest is in history before
+claiming -> computing (by models that have nodes of their own) and acquiring
+(the pool pre-empts train nodes, or the run has kept the gang) -> training ->
+committing. The manifest's digest is in history before
 anything is trained. The gang's lease is the run's, which tells the step about
 it and decides after the step whether the nodes return to rollout.
 """
@@ -55,9 +56,9 @@ class RlStep(StepBatch):
             if claim is None and self.manifest is None:
                 return StepResult(outcome="data_ended", step=task.step, reason="nothing is left to train on")
             claimed = workflow.now()
-            lease = await self.acquire()
+            lease, columns = await self.prepare()
             acquired = workflow.now()
-            outcomes = await self.train(lease)
+            outcomes = await self.train(lease, columns)
         except StepStopped:
             return StepResult(outcome="stopped", step=task.step, reason="stopped at once")
         taken = claim.switch if claim is not None and self.granted_at is not None else None
@@ -75,6 +76,8 @@ class RlStep(StepBatch):
             "seconds_acquire": (acquired - claimed).total_seconds(),
             "seconds_step_training": (workflow.now() - acquired).total_seconds(),
         }
+        if self.told_at is not None:
+            waits["seconds_companions"] = (self.told_at - claimed).total_seconds()
         checkpoint, metrics = await self._commit(outcomes, {**_figures(claim), **waits})
         trained = {"outcome": "trained", "checkpoint": checkpoint, "metrics": metrics, "reason": ""}
         return result.model_copy(update=trained)
@@ -107,6 +110,7 @@ class RlStep(StepBatch):
             intervals=(
                 *self.head_start.busy,
                 *(TrainInterval(node=o.node, start=o.start, end=o.end) for o in outcomes),
+                *self.companions_busy,
             ),
             keep_weights=self.task.policy.staleness + SPARE_VERSIONS,
         )

@@ -10,7 +10,7 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 from workflows import calls
-from workflows.messages import AuditEntry, PolicyView, RunInput, RunState
+from workflows.messages import AuditEntry, LeaseRequest, PolicyView, RunInput, RunState
 from workflows.run_page import RunView, run_page
 from workflows.scheduling import pipeline
 
@@ -60,6 +60,17 @@ class RunBase:
     def command(self, what: str, actor: str, why: str, data: dict[str, Any]) -> None:
         """Note a command for :meth:`TrainingRun._reconcile` to carry out."""
         self.commands.append(AuditEntry(run=self.spec.run, actor=actor, what=what, why=why, data=data))
+
+    async def ask_pool(self, request: LeaseRequest) -> None:
+        """Send a request; waits a while for a pool that is only just starting."""
+        for _ in range(calls.POOL_TRIES):
+            if await calls.tell(self.pool, "request", request):
+                return
+            self.waits_for(f"{self.pool}, which the first node agent starts")
+            await workflow.sleep(calls.POOL_PAUSE)
+        raise ApplicationError(
+            f"{self.pool} does not run: start a node agent first (`seamlessflow up`)", non_retryable=True
+        )
 
     async def wait(self, what: str, condition: Callable[[], bool], limit: timedelta | None = None) -> None:
         """A named wait; a run that must end at once does not go on waiting."""

@@ -1,9 +1,9 @@
-"""The leases of a run: engines brought to the newest weights and to what a pause asks for, and the trainer gang."""
+"""The leases of a run: engines brought to the newest weights and to what a pause asks for, the trainer gang, and models
+apart."""
 
 from __future__ import annotations
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError
 
 from workflows import calls
 from workflows.messages import (
@@ -16,13 +16,13 @@ from workflows.messages import (
     StepUpdating,
     WithdrawRequest,
 )
-from workflows.run_base import RunBase
+from workflows.run_companions import Companions
 from workflows.scheduling import pipeline
 
 MAX_LOSSES = 5
 
 
-class Leases(RunBase):
+class Leases(Companions):
     """Signals of leases, and what the run does about them."""
 
     # Events
@@ -31,13 +31,18 @@ class Leases(RunBase):
     async def granted(self, event: LeaseEvent) -> None:
         if event.role == "trainer":
             await self._gang_is(event)
-        else:
+        elif event.role == "engine":
             self._engine_granted(event)
+        else:
+            await self.companion_is(event)
 
     @workflow.signal(description="Sent by a lease: ready, an engine with a version, or down.")
     async def lease_report(self, event: LeaseEvent) -> None:
         if event.role == "trainer":
             await self._gang_is(event)
+            return
+        if event.role != "engine":
+            await self.companion_is(event)
             return
         self._engine_granted(event)
         known = self.state.engines.get(event.lease)
@@ -69,7 +74,7 @@ class Leases(RunBase):
         if notice.request_id == self.state.engine_request:
             self.state.queue_notice = notice.waiting_for
             self.show()
-        elif self.step_running:
+        elif not self.companion_queued(notice) and self.step_running:
             await calls.tell(self.step_running, "queued", notice)
 
     @workflow.signal(description="Sent by a step: it has its batch and makes its update.")
@@ -92,7 +97,9 @@ class Leases(RunBase):
 
     async def _lease_over(self, event: LeaseEvent) -> None:
         known = self.state.gang
-        if event.role == "engine":
+        if event.role in ("reference", "critic"):
+            await self.companion_over(event)
+        elif event.role == "engine":
             self._forget(event)
             await self._free_a_gang_that_waits_in_vain()
         elif known is None or known.epoch <= event.epoch:
@@ -150,14 +157,7 @@ class Leases(RunBase):
             owner=calls.run_id(self.spec.run),
             spec=self.spec,
         )
-        for _ in range(calls.POOL_TRIES):
-            if await calls.tell(self.pool, "request", request):
-                return
-            self.waits_for(f"{self.pool}, which the first node agent starts")
-            await workflow.sleep(calls.POOL_PAUSE)
-        raise ApplicationError(
-            f"{self.pool} does not run: start a node agent first (`seamlessflow up`)", non_retryable=True
-        )
+        await self.ask_pool(request)
 
     def _rollout_nodes(self) -> tuple[str, ...]:
         """Which nodes may roll out; empty: every node that can."""
@@ -170,6 +170,7 @@ class Leases(RunBase):
         self.state.engines_wanted = False
         order = WithdrawRequest(request_id=self.state.engine_request, reason=reason)
         await calls.tell(self.pool, "withdraw", order)
+        await self.give_companions_back(reason)
         if not self.state.updating:
             await self.let_gang_go(reason)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from workflows import calls
 from workflows.alarms import alarms
 from workflows.markdown import link, page, table
-from workflows.messages import EngineView, EvaluationOutcome, RunState
+from workflows.messages import CompanionView, EngineView, EvaluationOutcome, RunState
 from workflows.spec import NodeSpec, RunSpec
 
 ENDED = ("ending", "finished", "stopped", "failed")
@@ -93,11 +93,19 @@ def _activity(view: RunView, node: NodeSpec, engine: EngineView | None) -> str:
     if engine is not None:
         lease = calls.lease_id(engine.lease, engine.epoch)
         return f"{_engine(view, engine)} ({_link('lease', view, lease)})"
+    if (companion := _companion(view, node)) is not None:
+        lease = calls.lease_id(companion.lease, companion.epoch)
+        state = "serves steps" if companion.state == "ready" else "starts"
+        return f"{companion.role} {state} ({_link('lease', view, lease)})"
     if view.state.phase in ENDED:
         return "given back"
     if view.step and "train" in node.tags:
         return "trains, or changes over"
     return "no lease of this run"
+
+
+def _companion(view: RunView, node: NodeSpec) -> CompanionView | None:
+    return next((one for one in view.state.companions.values() if node.id in one.members), None)
 
 
 def _engine(view: RunView, engine: EngineView) -> str:

@@ -95,6 +95,7 @@ class Steps(Evaluations):
             paused=state.paused is not None,
             replay=next((m for m in state.replay if m.step == state.step), None),
             gang=state.gang if ready else None,
+            companions=tuple(state.companions[lease] for lease in sorted(state.companions)),
             cost=state.cost,
             recall=self._recall_at(),
         )
@@ -117,7 +118,7 @@ class Steps(Evaluations):
         if result.outcome == "trained":
             state.checkpoint = result.checkpoint
             state.step += 1
-            state.losses = 0
+            state.losses = state.companion_losses = 0
             state.replay = tuple(m for m in state.replay if m.step >= state.step)
             state.last_metrics = result.metrics
             self.dirty = True

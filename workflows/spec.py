@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from workflows.algorithm import COMPANIONS
 from workflows.algorithm import AlgorithmSpec as AlgorithmSpec
 from workflows.section import Spec as Spec
-from workflows.trainer import RESUMABLE
+from workflows.trainer import RESUMABLE as RESUMABLE
 from workflows.trainer import TrainerSpec as TrainerSpec
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -357,6 +358,7 @@ class RunSpec(Spec):
             if not any(tag in node.tags for node in self.nodes):
                 raise ValueError(f"nodes: no node has the tag {tag!r}: a run needs at least one")
         self._someone_rolls_out()
+        self._companions_have_nodes()
         self._algorithm_can_act()
         self._parts_add_up()
         if self.pipeline.refill and not self.algorithm.drops_zero_variance:
@@ -392,6 +394,32 @@ class RunSpec(Spec):
                 f"train nodes from it: take the tag 'rollout' from {', '.join(both)}"
             )
 
+    def _companions_have_nodes(self) -> None:
+        apart = self.algorithm.companions_apart
+        for role in COMPANIONS:
+            tagged = [node for node in self.nodes if role in node.tags]
+            training = [node.id for node in tagged if "train" in node.tags]
+            if role not in apart and (idle := [node.id for node in tagged if node.id not in training]):
+                way_out = f" or set algorithm.{role}_on: own" if role == "reference" else ""
+                raise ValueError(
+                    f"nodes: {idle[0]!r} has the tag {role!r} without 'train', but the trainer's ranks hold the "
+                    f"{role}: give it both tags{way_out}"
+                )
+            if role in apart and not tagged:
+                raise ValueError(
+                    f"algorithm.{role}_on 'own': no node has the tag {role!r}: give it to a node that does not train"
+                )
+            if role in apart and training:
+                raise ValueError(
+                    f"nodes: {training[0]!r} has the tags 'train' and {role!r}, but algorithm.{role}_on 'own' keeps "
+                    f"the {role} off the trainer's nodes: take one of them away"
+                )
+        if apart and not any("rollout" in node.tags and not node.tags & set(apart) for node in self.nodes):
+            raise ValueError(
+                f"nodes: every node with the tag 'rollout' has the tag {apart[0]!r} too, and with "
+                f"algorithm.{apart[0]}_on 'own' such a node does nothing else: give 'rollout' to another node"
+            )
+
     def _algorithm_can_act(self) -> None:
         cap, given = self.algorithm.token_staleness, self.pipeline.max_staleness
         on_policy = self.pipeline.name in ("colocated", "disaggregated", "micro_batch")
@@ -401,13 +429,6 @@ class RunSpec(Spec):
                 f"algorithm.token_staleness {cap} does nothing: the pipeline trains no token that is more than {bound} "
                 "updates old"
             )
-        for node in self.nodes:
-            idle = sorted({"critic", "reference"} & node.tags)
-            if idle and "train" not in node.tags:
-                raise ValueError(
-                    f"nodes: {node.id!r} has the tag {idle[0]!r} without 'train', but the trainer's ranks hold critic "
-                    "and reference: give it both tags"
-                )
 
     def _parts_add_up(self) -> None:
         """Gradients of parts add up to the batch's only where no part needs to know the others."""
@@ -427,16 +448,11 @@ class RunSpec(Spec):
         return named or NodeSpec(id=node, tags=frozenset({"rollout"}))
 
     def digest(self) -> str:
-        """sha256 over the canonical JSON of the run file, but for what :meth:`resumable` gives: two files with one
-        digest ask for the same run.
+        """sha256 over the canonical JSON of the run file, but for what a run that stopped may change to go on
+        (:data:`RESUMABLE`): two files with one digest ask for the same run.
         """
-        data = self.model_dump(mode="json", exclude={"nodes": True, "trainer": RESUMABLE})
-        plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(plain.encode()).hexdigest()
-
-    def resumable(self) -> dict[str, Any]:
-        """What a run that stopped may change to go on: keys of ``trainer``, and its nodes, so the size of the gang."""
-        data: dict[str, Any] = self.model_dump(mode="json", include={"nodes": True, "trainer": RESUMABLE})
+        data = self.model_dump(mode="json", exclude={"trainer": RESUMABLE})
         for node in data["nodes"]:
             node["tags"] = sorted(node["tags"])  # a set has no order of its own
-        return {"nodes": {node.pop("id"): node for node in data["nodes"]}, **data["trainer"]}
+        plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(plain.encode()).hexdigest()

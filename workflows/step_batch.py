@@ -37,11 +37,11 @@ class StepBatch(StepGang):
                     return
                 await self.until("the end of the pause", lambda: not self.paused or self.manifest is not None)
             lease = await self.acquire()
+            self.set_phase("claiming")
+            if self.manifest is None:
+                await self.head_start.run(lease, part)
         except StepStopped:
             return
-        self.set_phase("claiming")
-        if self.manifest is None:
-            await self.head_start.run(lease, part)
 
     async def claim(self) -> ClaimResult | None:
         """Claim a batch, or take the one to be replayed. A pause takes the waiting claim back."""

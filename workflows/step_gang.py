@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.workflow import ActivityHandle
 
 from workflows import calls
-from workflows.messages import LeaseEvent, LeaseRequest, TrainOutcome
+from workflows.messages import ColumnRef, LeaseEvent, LeaseRequest, TrainOutcome
 from workflows.scheduling import pipeline
-from workflows.step_base import StepBase
+from workflows.step_companions import StepCompanions
 
 GANG_TRIES = 3
 
 
-class StepGang(StepBase):
+class StepGang(StepCompanions):
     """Who trains the batch."""
 
     async def acquire(self) -> LeaseEvent:
@@ -33,6 +35,18 @@ class StepGang(StepBase):
             type="TrainerError",
             non_retryable=True,
         )
+
+    async def prepare(self) -> tuple[LeaseEvent, tuple[ColumnRef, ...]]:
+        """The gang, and what models on other nodes say of the batch. Nodes that the update takes from rollout are taken
+        when it is said; a gang that never rolls out is had meanwhile."""
+        assert self.manifest is not None  # noqa: S101 - set by claim
+        if self.task.policy.trainers == "own" or self.lease is not None:
+            lease, columns = await asyncio.gather(self.acquire(), self.told_by_companions(self.manifest))
+            return lease, columns
+        if self.task.spec.algorithm.companions_apart:
+            self.set_phase("computing")
+        columns = await self.told_by_companions(self.manifest)
+        return await self.acquire(), columns
 
     async def _ranks_are_up(self, nodes: tuple[str, ...]) -> None:
         """Before the first change: ranks that still start are waited for while their nodes roll out."""
@@ -61,12 +75,15 @@ class StepGang(StepBase):
             raise ApplicationError(f"{self.task.pool} does not run: start the node agents first", non_retryable=True)
         self.requested, self.requested_at = request.request_id, workflow.now()
 
-    async def train(self, lease: LeaseEvent) -> list[TrainOutcome] | None:
-        """Send the batch to every member; None if the gang was lost (``self.lost`` says why)."""
+    async def train(self, lease: LeaseEvent, columns: tuple[ColumnRef, ...]) -> list[TrainOutcome] | None:
+        """Send the batch, and what other models say of it, to every member; None if the gang was lost (``self.lost``
+        says why)."""
         self.set_phase("training")
         assert self.manifest is not None  # noqa: S101 - set by _claim
         summary = f"step {self.task.step}"
-        handles = calls.on_gang("train_step", self.task, lease, self.manifest, TrainOutcome, summary=summary)
+        handles = calls.on_gang(
+            "train_step", self.task, lease, self.manifest, TrainOutcome, summary=summary, columns=columns
+        )
         try:
             await self.until("the update", lambda: _settled(handles) or bool(self.lost))
             if self.lost and not all(h.done() for h in handles):

@@ -16,6 +16,7 @@ from temporalio.exceptions import ActivityError, ApplicationError, FailureError,
 from temporalio.workflow import ActivityHandle, ParentClosePolicy
 
 from workflows import calls
+from workflows.gang_lease import trainer_task
 from workflows.messages import (
     AdmissionPause,
     AuditEntry,
@@ -38,7 +39,6 @@ from workflows.run_page import ENDED
 from workflows.run_steps import Steps
 from workflows.scheduling import pipeline
 from workflows.scheduling.gang import plan_gang
-from workflows.trainer_lease import trainer_task
 
 ENGINE_LIMIT = timedelta(minutes=15)
 END_LIMIT = timedelta(seconds=60)
@@ -97,6 +97,7 @@ class TrainingRun(Commands, Steps):
         self.state.evaluations = start.evaluations
         self.state.opened = True
         await self._start_data()
+        await self.want_companions()
         await self.want_engines()
         self.state.started = True
         nodes = ", ".join(pipeline.rollout_nodes(self.spec, self.policy().trainers))
@@ -190,6 +191,7 @@ class TrainingRun(Commands, Steps):
         if paused and paused.give_back and self.state.engines_wanted:
             await self.give_back("the run is paused and gives its nodes back")
         if not paused and not self.state.engines_wanted and self.state.started:
+            await self.want_companions()
             await self.want_engines()
 
     # The end
@@ -230,7 +232,8 @@ class TrainingRun(Commands, Steps):
         )
         self.state.updating = False
         await self.give_back(f"the run has {how}")
-        await self.wait_at_most("the engines to park", lambda: not self.state.engines, END_LIMIT)
+        done = "the engines to park, and reference and critic" if self.state.companions else "the engines to park"
+        await self.wait_at_most(done, lambda: not (self.state.engines or self.state.companions), END_LIMIT)
         await self._end_residency()
         self.set_phase(how)
         return books

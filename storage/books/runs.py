@@ -13,6 +13,7 @@ from storage.books.records import Admission, AuditEntry, Interval, RunInfo, Step
 from storage.books.schema import audit, intervals, runs, samples, steps, streams
 from storage.errors import ConfigError, FencedError, NotFoundError
 
+INTERVAL_KINDS = ("generate", "train", "reference", "critic")
 # Statements of hot paths are built once: building one costs more than running it.
 _LOCK = sa.select(runs.c.lineage).where(runs.c.run == sa.bindparam("run")).with_for_update()
 _STREAM = sa.select(streams).where(streams.c.run == sa.bindparam("run"), streams.c.stream == sa.bindparam("stream"))
@@ -143,8 +144,8 @@ class Runs(Part):
 
     def record_interval(self, run: str, node: str, kind: str, start: float, end: float) -> None:
         """Note that ``node`` was busy with ``kind``; the same start again moves the end (an interval that goes on)."""
-        if kind not in ("generate", "train"):
-            raise ConfigError(f"interval kind {kind!r} of node {node!r}: must be 'generate' or 'train'")
+        if kind not in INTERVAL_KINDS:
+            raise ConfigError(f"interval kind {kind!r} of node {node!r}: must be one of {', '.join(INTERVAL_KINDS)}")
         row = {"run": run, "node": node, "kind": kind, "start": start, "end": end}
         with self._db.write() as connection:
             upsert(connection, intervals, ("run", "node", "kind", "start"), row)

@@ -20,8 +20,9 @@ from workflows.scheduling.queueing import waiting
 
 NODES = ("a", "b", "c", "d")
 RUNS = ("q", "r", "s")
-TAGS = st.frozensets(st.sampled_from(["rollout", "train", "reward"]), min_size=1)
-ROLES = {"rollout": "engine", "train": "trainer", "reward": "judge"}
+ROLES = {"rollout": "engine", "train": "trainer", "reference": "reference", "critic": "critic", "reward": "scorer"}
+TAGS = st.frozensets(st.sampled_from(sorted(ROLES)), min_size=1)
+PRIORITIES = {"rollout": 10, "reference": 50, "critic": 100, "train": 100, "reward": 50}
 names = st.sampled_from(NODES)
 runs = st.sampled_from(RUNS)
 
@@ -118,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
             role=ROLES[tag],
             tag=tag,
             count=count,
-            priority=10 if count is None else 100,
+            priority=PRIORITIES[tag],
         )
         self.happens(events.Requested(demand=demand, share=Share(priority=priority, quota=quota)))
 

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from temporalio import activity
 from temporalio.client import Client, WithStartWorkflowOperation, WorkflowHandle
@@ -32,6 +32,9 @@ from workflows.messages import (
     CheckpointRef,
     ClaimInput,
     ClaimResult,
+    ColumnRef,
+    ColumnsOutcome,
+    ColumnsTask,
     CommitInput,
     EndRun,
     EngineHold,
@@ -111,6 +114,13 @@ class FakeWorld:
         self.training_open = asyncio.Event()
         self.training_open.set()
         self.on_train: Callable[[TrainTask], None] = lambda _: None
+        self.passes_open = asyncio.Event()
+        self.passes_open.set()
+        self.on_pass: Callable[[ColumnsTask], None] = lambda _: None
+        self.columns: dict[str, tuple[ColumnRef, ...]] = {}
+        """By manifest: what came with it to the trainer's ranks."""
+        self.deaths: dict[str, asyncio.Event] = {}
+        """By node with a reference or critic: set to have its ranks die."""
         self.on_load: Callable[[EngineTask], Awaitable[None]] = _no_load_fault
         self.unloadable: set[int] = set()
         """Versions in place of which an engine that starts serves what it had before."""
@@ -191,7 +201,9 @@ class FakeWorld:
         assert line in self.log, f"{line!r} did not happen; what did: {self.log}"
         return self.log.index(line)
 
-    async def add_node(self, node: str, *, epoch: int = 0, boot: str = "boot") -> None:
+    async def add_node(
+        self, node: str, *, epoch: int = 0, boot: str = "boot", tags: frozenset[str] | None = None
+    ) -> None:
         start: WithStartWorkflowOperation[Any, None] = WithStartWorkflowOperation(
             "ResourcePool",
             PoolState(pool=Pool(cluster=self.run)),
@@ -199,7 +211,7 @@ class FakeWorld:
             task_queue=CONTROL_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
         )
-        tags = NODES.get(node, frozenset({"rollout"}))
+        tags = tags or NODES.get(node, frozenset({"rollout"}))
         info = NodeInfo.model_validate({"id": node, "tags": tags, "boot_id": boot, "epoch": epoch})
         await self.client.execute_update_with_start_workflow("add_node", info, start_workflow_operation=start)
 
@@ -207,6 +219,7 @@ class FakeWorld:
     async def playing(self, node: str) -> AsyncIterator[None]:
         """The node's activities are done as long as this is open."""
         work: list[Any] = [self.engine_supervise, self.trainer_supervise, self.train_step, self.accumulate]
+        work += [self.compute_columns]
         control: list[Any] = [
             self.engine_load,
             self.engine_hold,
@@ -382,6 +395,8 @@ class FakeWorld:
 
     @activity.defn
     async def gang_probe(self, task: GangProbe) -> GangView:
+        if task.role != "trainer":
+            return GangView(node=task.node, gang=None, ranks=0, free_port=1)
         gang, version = self.gang or (None, None)
         return GangView(node=task.node, gang=gang, ranks=1 if gang else 0, version=version, free_port=1)
 
@@ -393,6 +408,8 @@ class FakeWorld:
 
     @activity.defn
     async def trainer_supervise(self, task: TrainerTask) -> None:
+        if task.role != "trainer":
+            await self._companion(task)
         attached = self.gang is not None and self.gang[0] == task.gang
         await self.reach(f"{'attach' if attached else 'start'} ranks at {task.checkpoint.version}")
         self.gang = (task.gang, task.checkpoint.version)
@@ -402,8 +419,27 @@ class FakeWorld:
         self.gang = None
         raise GangLost("rank 0 has died")
 
+    async def _companion(self, task: TrainerTask) -> NoReturn:
+        await self.reach(f"start {task.role} on {task.node}")
+        died = self.deaths[task.node] = asyncio.Event()
+        await self._report(task, gang=task.gang)
+        await self._until_parked(f"{task.role} {task.node}", died.wait())
+        raise GangLost(f"rank 0 of the {task.role} on {task.node} has died")
+
+    @activity.defn
+    async def compute_columns(self, task: ColumnsTask) -> ColumnsOutcome:
+        step, share = task.manifest.step, f"{task.share + 1}/{task.shares}"
+        await self.reach(f"{task.role} of {task.lineage}.{step} on {task.node}")
+        await beating(self.passes_open.wait())
+        self.on_pass(task)
+        self.log.append(f"{task.role} wrote {share} of {task.manifest.key}")
+        column = ColumnRef(name=task.role, key=f"{task.manifest.key} {share}", digest="0" * 64)
+        busy = TrainInterval.model_validate({"node": task.node, "start": 0.5, "end": 0.75, "kind": task.role})
+        return ColumnsOutcome(column=column, busy=busy)
+
     @activity.defn
     async def accumulate(self, task: TrainTask) -> TrainInterval:
+        self.columns[task.manifest.key] = task.columns
         self.log.append(f"accumulate {task.manifest.key}")
         return TrainInterval(node=task.node, start=0.5, end=0.75)
 
@@ -417,6 +453,7 @@ class FakeWorld:
     @activity.defn
     async def train_step(self, task: TrainTask) -> TrainOutcome:
         step = task.manifest.step
+        self.columns[task.manifest.key] = task.columns
         await self.reach(f"train {task.lineage}.{step} on {task.manifest.key}")
         await beating(self.training_open.wait())
         self.on_train(task)

@@ -30,7 +30,7 @@ class Job:
         return self.command("demo", str(self.file), "--state", str(self.state.root), "--keep", *more)
 
 
-def write_job(folder: Path, model: Path, run: str, **changes: dict[str, Any]) -> Job:
+def write_job(folder: Path, model: Path, run: str, **changes: dict[str, Any] | list[Any]) -> Job:
     """``examples/demo-tiny.yaml`` with four groups of four a step, and ``changes`` by section."""
     data = yaml.safe_load((EXAMPLES / "demo-tiny.yaml").read_text())
     data["run"] = run
@@ -43,7 +43,7 @@ def write_job(folder: Path, model: Path, run: str, **changes: dict[str, Any]) ->
     data["pipeline"] |= {"steps": 3, "target_in_flight": 24}
     data["evaluation"]["samples"] = 1
     for section, values in changes.items():
-        data[section] = data.get(section, {}) | values
+        data[section] = data.get(section, {}) | values if isinstance(values, dict) else values
     file = folder / f"{run}.yaml"
     file.write_text(yaml.safe_dump(data))
     return Job(file, StateFolder(folder / "state"), run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from storage.errors import StorageError
+from storage.errors import NotFoundError, StorageError
 
 
 @dataclass
@@ -20,4 +20,6 @@ class MemoryStore:
     def get(self, key: str, *, sha256: str | None = None) -> bytes:
         if self.away:
             raise StorageError("the object store is away")
+        if key not in self.objects:
+            raise NotFoundError(f"there is no object {key}")
         return self.objects[key]

@@ -22,13 +22,14 @@ from workers.node_agent.trainer import TrainerHost, rank_command
 from workers.residency import EpochMemory
 from workers.temporal import activity_worker, connect
 from workflows import calls
-from workflows.messages import NodeInfo, NodeSeen, NodeStatus
+from workflows.messages import GangRole, NodeInfo, NodeSeen, NodeStatus
 from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue
 from workflows.resource_pool import PoolState
 from workflows.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)
 
+GANG_ROLES: tuple[GangRole, ...] = ("trainer", "reference", "critic")
 SEEN_EVERY_S = 10.0
 REAP_EVERY_S = 30.0
 RETRY_S = 0.5
@@ -50,7 +51,9 @@ class NodeAgent:
         self._epochs = EpochMemory(folder / "epoch")
         self._tokens = TaskTokens(folder / "tasks")
         self._engine = EngineHost(state, info.id, host=host)
-        self._trainer = TrainerHost(state, info.id, host=host, command=rank_command)
+        self._gangs = {
+            role: TrainerHost(state, info.id, role=role, host=host, command=rank_command) for role in GANG_ROLES
+        }
         self._meter = RateMeter(folder)
         self._info = info
         self._suspects: set[str] = set()
@@ -60,12 +63,13 @@ class NodeAgent:
         client = await connect(self._state.cluster())
         await self._tokens.fail_old(client)
         node = self._info.id
-        activities = NodeActivities(client, node, self._engine, self._trainer, self._epochs, self._tokens, self._meter)
+        activities = NodeActivities(client, node, self._engine, self._gangs, self._epochs, self._tokens, self._meter)
         work: list[Callable[..., Any]] = [
             activities.engine_supervise,
             activities.trainer_supervise,
             activities.train_step,
             activities.accumulate,
+            activities.compute_columns,
         ]
         control: list[Callable[..., Any]] = [
             activities.engine_load,
@@ -139,13 +143,14 @@ class NodeAgent:
 
     async def reap_once(self, client: Client) -> None:
         """One look; a run has to be found ended twice in a row before its processes are."""
-        engine, gang = self._engine.resident(), self._trainer.resident()
-        runs = {found.run for found in (engine, gang) if found is not None}
+        gangs = [gang.resident() for gang in self._gangs.values()]
+        runs = {found.run for found in (self._engine.resident(), *gangs) if found is not None}
         ended = {run for run in runs if await _has_ended(client, calls.run_id(run))}
         for run in sorted(ended & self._suspects):
             log.info("run %s has ended: its processes on %s are ended too", run, self._info.id)
             await self._engine.end(run)
-            await self._trainer.end(run)
+            for gang in self._gangs.values():
+                await gang.end(run)
         self._suspects = ended
 
 

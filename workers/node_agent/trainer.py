@@ -1,4 +1,4 @@
-"""The trainer ranks of a node: one member of a gang. Start, find again, drive an update, end."""
+"""The ranks of one role on a node: one member of a gang. Start, find again, drive an update or a pass, end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from workers.node_agent.spawn import spawn, tail
 from workers.residency import GangResidency
 from workers.trainer.client import TrainerClient
 from workers.trainer.launch import Launch, Residency
-from workers.trainer.messages import TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import ColumnRef as WrittenColumn
+from workers.trainer.messages import ColumnRequest, TrainerStatus, UpdateRequest, UpdateResult
 from workflows.messages import (
     CheckpointRef,
+    ColumnRef,
+    ColumnsOutcome,
+    ColumnsTask,
+    GangRole,
     GangView,
     TrainerTask,
     TrainInterval,
@@ -60,7 +65,7 @@ def rank_command(launch: Path) -> list[str]:
 
 
 class TrainerHost:
-    """One node's ranks. A gang whose rank died is ended as a whole and never repaired.
+    """One node's ranks of one role. A gang whose rank died is ended as a whole and never repaired.
 
     ``host``: the name under which other members reach rank 0. ``command``: how a rank is started from its launch file.
     """
@@ -70,15 +75,18 @@ class TrainerHost:
         state: StateFolder,
         node: str,
         *,
+        role: GangRole = "trainer",
         host: str = "127.0.0.1",
         command: Callable[[Path], list[str]] | None = None,
     ) -> None:
+        self._role = role
+        self._prefix = "" if role == "trainer" else f"{role}-"
         self._command = command or rank_command
         self._state = state
         self._node = node
         self._host = host
         self._folder = state.node(node)
-        self._file = self._folder / "gang.json"
+        self._file = self._folder / f"{self._prefix}gang.json"
         self._lock = asyncio.Lock()
 
     async def probe(self, run: str) -> GangView:
@@ -163,6 +171,20 @@ class TrainerHost:
         await self._ask_ranks(task, TrainerClient.accumulate)
         return TrainInterval(node=self._node, start=start, end=time.time())
 
+    async def columns(self, task: ColumnsTask) -> ColumnsOutcome:
+        """Have the ranks of the node, which are a gang of their own, say what their model can of a share of a batch."""
+        start = time.time()
+
+        async def ask(client: TrainerClient, request: UpdateRequest, /, *, deadline_s: float) -> WrittenColumn:
+            shared = ColumnRequest(**request.model_dump(), share=task.share, shares=task.shares)
+            return await client.columns(shared, deadline_s=deadline_s)
+
+        _, written = await self._ask_ranks(task, ask)
+        busy = TrainInterval.model_validate(
+            {"node": self._node, "start": start, "end": time.time(), "kind": self._role}
+        )
+        return ColumnsOutcome(column=ColumnRef(**written[0].model_dump()), busy=busy)
+
     async def _ask_ranks(self, task: TrainTask, ask: _Ask[_T]) -> tuple[GangResidency, list[_T]]:
         found = GangResidency.read(self._file)
         if found is None or found.gang != task.gang:
@@ -195,7 +217,7 @@ class TrainerHost:
         gang.write(self._file)
         for local, rank in enumerate(ranks):
             launch = self._launch_file(task, rank, local)
-            launch_path = self._folder / f"launch-{rank}.json"
+            launch_path = self._folder / f"{self._prefix}launch-{rank}.json"
             launch.write(launch_path)
             process = await asyncio.to_thread(
                 spawn,
@@ -214,6 +236,7 @@ class TrainerHost:
         checkpoint = task.checkpoint
         return Launch(
             spec=task.spec,
+            role=self._role,
             state=self._state.root,
             rank=rank,
             world_size=task.world_size,
@@ -259,6 +282,7 @@ class TrainerHost:
             manifest_key=task.manifest.key,
             manifest_digest=task.manifest.digest,
             epoch=task.epoch,
+            columns=tuple(WrittenColumn(**column.model_dump()) for column in task.columns),
         )
         async with self._client(rank) as client:
             return await ask(client, request, deadline_s=task.time_limit_s)
@@ -303,10 +327,10 @@ class TrainerHost:
             raise GangLost(f"rank {rank} on {self._node} has no residency file: it was ended") from None
 
     def _rank_file(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.json"
+        return self._folder / f"{self._prefix}rank-{rank}.json"
 
     def _log(self, rank: int) -> Path:
-        return self._state.logs / f"trainer-{self._node}-{rank}.log"
+        return self._state.logs / f"{self._role}-{self._node}-{rank}.log"
 
 
 async def _all_or_first(calls: Sequence[asyncio.Future[_T]], watch: asyncio.Future[str]) -> list[_T]:

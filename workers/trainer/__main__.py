@@ -20,7 +20,7 @@ from workers.trainer.launch import Launch, Residency
 from workers.trainer.server import ControlServer
 
 if TYPE_CHECKING:
-    from workers.trainer.trainer import Trainer  # imports torch
+    from workers.trainer.rank import Rank  # imports torch
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 async def _serve(launch: Launch, path: Path) -> None:
-    server = ControlServer(launch, lambda: _make_trainer(launch))
+    server = ControlServer(launch, lambda: _make_rank(launch))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
@@ -83,7 +83,7 @@ def _residency(launch: Launch, path: Path, port: int) -> Residency:
     )
 
 
-def _make_trainer(launch: Launch) -> Trainer:
+def _make_rank(launch: Launch) -> Rank:
     """Imports torch, transformers and deepspeed: seconds, so only once the control port listens."""
     import torch
 
@@ -91,22 +91,26 @@ def _make_trainer(launch: Launch) -> Trainer:
 
     from storage.objects import ObjectStore
     from storage.weights import WeightsStore
-    from workers.trainer.batch import read_batch
+    from workers.trainer.batch import Batch, read_batch
     from workers.trainer.checkpoint import CheckpointFolder
     from workers.trainer.deepspeed_backend import DeepSpeedBackend
+    from workers.trainer.messages import UpdateRequest
+    from workers.trainer.reference import Reference
     from workers.trainer.trainer import Trainer
 
     state = StateFolder(launch.state)
     store = ObjectStore.from_state(state)
-    return Trainer(
-        launch,
-        DeepSpeedBackend(launch),
-        lambda request, without=frozenset(), dropped=frozenset(): read_batch(
-            store, request, launch.spec.run, launch.spec.algorithm, without, dropped
-        ),
-        CheckpointFolder(state.checkpoints(launch.spec.run)),
-        WeightsStore(state.weights(launch.spec.run)),
-    )
+    backend = DeepSpeedBackend(launch)
+
+    def read(
+        request: UpdateRequest, without: frozenset[str] = frozenset(), dropped: frozenset[str] = frozenset()
+    ) -> Batch:
+        return read_batch(store, request, launch.spec.run, launch.spec.algorithm, without, dropped)
+
+    if launch.role == "reference":
+        return Reference(launch, backend, read, store)
+    checkpoints, weights = state.checkpoints(launch.spec.run), state.weights(launch.spec.run)
+    return Trainer(launch, backend, read, CheckpointFolder(checkpoints), WeightsStore(weights))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from algorithms.aggregation import aggregation_weights
 from algorithms.corrections import fresh
+from storage.columns import Column, Places, decode_column, look_up
 from storage.errors import ConfigError, IntegrityError
 from storage.manifests import Manifest, read_manifest
 from storage.objects import ObjectStore
@@ -39,6 +40,8 @@ class Batch:
     """Completion tokens that stay context."""
     shards: frozenset[str] = frozenset()
     """Digests of its groups' shards."""
+    given: Mapping[str, Floats] = field(default_factory=dict)
+    """By name of a column, what a model that is not the gang's own says of each trained token, in order."""
 
     @property
     def rows(self) -> tuple[WeightedTrajectory, ...]:
@@ -58,6 +61,12 @@ class Batch:
         """Of all trained tokens, in order."""
         return TokenColumns.concatenate([row.columns for row in self.rows])
 
+    def places(self) -> Places:
+        """Task, span and index in the span of each trained token, in order; shape (M, 3)."""
+        segments = [segment for row in self.rows for segment in row.trajectory.segments if len(segment.trained)]
+        parts = [np.column_stack([np.tile(s.key, (len(s.trained), 1)), s.trained]) for s in segments]
+        return np.concatenate([np.empty((0, 3), np.int64), *parts]).astype(np.int64)
+
     def versions(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Weight version of each trained token."""
         return self.columns().version_N if self.rows else np.empty(0, np.int32)
@@ -76,8 +85,8 @@ def read_batch(
     Every rank reads all shards: work is balanced over ranks by lengths, which only shards tell, and token ids are
     small beside what a rank computes from them.
 
-    Raises :class:`IntegrityError` if bytes differ from their digest or the manifest is of another step,
-    :class:`StorageError` or :class:`DeadlineError` if the store fails.
+    Raises :class:`IntegrityError` if bytes differ from their digest, the manifest is of another step or a column of
+    another batch, :class:`StorageError` or :class:`DeadlineError` if the store fails.
     """
     manifest = read_manifest(store, request.manifest_key, request.manifest_digest)
     if (manifest.run, manifest.step) != (run, request.step):
@@ -98,7 +107,16 @@ def read_batch(
         for g in wanted
         if (sessions := [name for name in g.sessions if name not in dropped])
     ]
-    return replace(weigh(groups, manifest, algorithm), shards=frozenset(g.sha256 for g in wanted))
+    batch = replace(weigh(groups, manifest, algorithm), shards=frozenset(g.sha256 for g in wanted))
+    return replace(batch, given=_given(store, request, batch.places())) if request.columns else batch
+
+
+def _given(store: ObjectStore, request: UpdateRequest, place_M3: Places) -> dict[str, Floats]:
+    """A column may have been written in shares."""
+    found: dict[str, list[Column]] = {}
+    for ref in request.columns:
+        found.setdefault(ref.name, []).append(decode_column(store.get(ref.key, sha256=ref.digest)))
+    return {name: look_up(parts, place_M3) for name, parts in found.items()}
 
 
 def weigh(groups: Iterable[GroupRows], manifest: Manifest, algorithm: AlgorithmSpec) -> Batch:

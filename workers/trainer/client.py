@@ -17,7 +17,16 @@ from pydantic import BaseModel, ValidationError
 from storage import errors
 from storage.errors import DeadlineError, GangLost, SeamlessFlowError, TrainerError
 from workers.trainer.launch import Residency
-from workers.trainer.messages import Accumulated, ErrorBody, Order, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import (
+    Accumulated,
+    ColumnRef,
+    ColumnRequest,
+    ErrorBody,
+    Order,
+    TrainerStatus,
+    UpdateRequest,
+    UpdateResult,
+)
 
 _Answer = TypeVar("_Answer", bound=BaseModel)
 
@@ -63,6 +72,10 @@ class TrainerClient:
     async def accumulate(self, request: UpdateRequest, *, deadline_s: float) -> Accumulated:
         """Have gradients computed ahead of a step. Repeating the call changes nothing."""
         return await self._call("POST", "/accumulate", request, Accumulated, deadline_s)
+
+    async def columns(self, request: ColumnRequest, *, deadline_s: float) -> ColumnRef:
+        """Have the model say what it can of a batch. Repeating the call joins the pass or returns what it wrote."""
+        return await self._call("POST", "/columns", request, ColumnRef, deadline_s)
 
     async def park(self, epoch: int, *, deadline_s: float) -> TrainerStatus:
         """Leave the device to another role. Repeating the call changes nothing."""

@@ -72,18 +72,14 @@ class DeepSpeedBackend:
         self._meet()
         if self._spec.model.dtype == "bfloat16" and all(self.gather(_bfloat16_instructions(self._device))):
             self.compute_dtype = "bfloat16"
-        model = self._model(self._spec.model.path, "model.path")
-        self._engine = self._trained(model, self._spec.trainer.learning_rate)
-        if self._spec.trainer.zero_stage == 0:
-            self._engine.clip_fp32_gradients = self._clip
-        self._companions()
-
-    def _companions(self) -> None:
-        """Reference and critic, where the run's algorithm has them."""
-        algorithm, initial = self._spec.algorithm, self._spec.model.path
-        if algorithm.kl != "none":
+        models, algorithm, initial = self._launch.models, self._spec.algorithm, self._spec.model.path
+        if "policy" in models:
+            self._engine = self._trained(self._model(initial, "model.path"), self._spec.trainer.learning_rate)
+            if self._spec.trainer.zero_stage == 0:
+                self._engine.clip_fp32_gradients = self._clip
+        if "reference" in models:
             self._reference = self._frozen(self._model(algorithm.reference or initial, "algorithm.reference"))
-        if algorithm.has_critic:
+        if "critic" in models:
             model = ValueModel(self._model(algorithm.critic or initial, "algorithm.critic"))
             self._critic = self._trained(model, algorithm.critic_learning_rate or _CRITIC_LEARNING_RATE)
 
@@ -194,7 +190,8 @@ class DeepSpeedBackend:
 
     def _engines(self) -> dict[str, Any]:
         """By the folder of their state in a checkpoint."""
-        return {"policy": self._engine} | ({} if self._critic is None else {"critic": self._critic})
+        engines = {"policy": self._engine, "critic": self._critic}
+        return {name: engine for name, engine in engines.items() if engine is not None}
 
     def publish(self, folder: Path) -> None:
         """One parameter is whole on each rank at a time; rank 0 keeps them, in the run's dtype, in main memory."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from storage.errors import ConfigError
 from workers.cluster import write_whole
+from workflows.messages import GangRole
 from workflows.spec import RunSpec
 
 
@@ -21,6 +22,8 @@ class Launch(BaseModel):
 
     spec: RunSpec
     """The run."""
+    role: GangRole = "trainer"
+    """What the gang is for, and so which models it holds (:attr:`models`)."""
     state: Path
     """State folder of the cluster: object store address and keys, checkpoints, weights."""
     rank: int = Field(ge=0)
@@ -57,6 +60,13 @@ class Launch(BaseModel):
         if self.control_port == 0 and self.residency is None:
             raise ValueError("control_port 0 needs residency: nothing else would tell which port was taken")
         return self
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Which of ``policy``, ``reference`` and ``critic`` the gang holds."""
+        if self.role != "trainer":
+            return frozenset({self.role})
+        return frozenset({"policy", *self.spec.algorithm.companions}) - set(self.spec.algorithm.companions_apart)
 
     @classmethod
     def read(cls, path: Path) -> Launch:

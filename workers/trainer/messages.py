@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Phase = Literal["starting", "ready", "parked", "loading", "training", "saving", "failed", "stopping"]
+Phase = Literal["starting", "ready", "parked", "loading", "computing", "training", "saving", "failed", "stopping"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -17,6 +17,15 @@ class Message(BaseModel):
     """Base of every message: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ColumnRef(Message):
+    """What a model said of a batch's tokens: an object, see :mod:`storage.columns`."""
+
+    name: str
+    key: str
+    digest: Digest
+    """sha256 of the object."""
 
 
 class UpdateRequest(Message):
@@ -31,6 +40,16 @@ class UpdateRequest(Message):
     """sha256 of that object."""
     epoch: int = Field(ge=0)
     """Fencing token of the lease; a request older than the newest seen is refused."""
+    columns: tuple[ColumnRef, ...] = ()
+    """What models that are not the gang's own say of the batch's tokens."""
+
+
+class ColumnRequest(UpdateRequest):
+    """Have a rank's model say what it can of a manifest's tokens. Every rank of its gang gets the same request."""
+
+    share: int = Field(default=0, ge=0)
+    """Of the manifest's micro-batches, which are dealt out to ``shares`` gangs: those that this one computes."""
+    shares: int = Field(default=1, ge=1)
 
 
 class Order(Message):

@@ -96,6 +96,21 @@ def plan(
     each trajectory in full. Gradient reduction is collective, so a rank with fewer micro-batches than others takes part
     with ones of weight 0.
     """
+    shares = _shares(rows, ranks, row_tokens, merge)
+    idle = max(len(share) for share in shares) - len(shares[rank])
+    tokens = sum(batch.tokens for share in shares for batch in share)
+    return shares[rank] + [without_weight(shares[0][0])] * idle, tokens
+
+
+def plan_all(
+    rows: Sequence[WeightedTrajectory], *, ranks: int, row_tokens: int, merge: bool = True
+) -> list[MicroBatch]:
+    """The micro-batches of every rank that :func:`plan` gives weight, rank by rank."""
+    return [batch for share in _shares(rows, ranks, row_tokens, merge) for batch in share]
+
+
+def _shares(rows: Sequence[WeightedTrajectory], ranks: int, row_tokens: int, merge: bool) -> list[list[MicroBatch]]:
+    """Of the best plan, by rank."""
     tree = TokenTree([row.trajectory.inputs for row in rows], merge=merge)
     plans = []
     for budget in _budgets(len(tree.ids_T), ranks, row_tokens):
@@ -103,9 +118,7 @@ def plan(
         plans.append([[packs[i] for i in share] for share in assign([p.tokens for p in packs], ranks)])
     loads = [[sum(p.tokens for p in share) for share in shares] for shares in plans]
     best = min(range(len(plans)), key=lambda n: (max(loads[n]), sum(loads[n])))
-    shares = plans[best]
-    idle = max(len(share) for share in shares) - len(shares[rank])
-    return shares[rank] + [_without_weight(shares[0][0])] * idle, sum(loads[best])
+    return plans[best]
 
 
 def assign(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -144,7 +157,7 @@ def _budgets(tokens: int, ranks: int, row_tokens: int) -> list[int]:
     return [row_tokens, *(budget for budget in tried if budget < row_tokens)]
 
 
-def _without_weight(batch: MicroBatch) -> MicroBatch:
+def without_weight(batch: MicroBatch) -> MicroBatch:
     """One token and a target of weight 0: the cheapest forward pass that takes part in the reduction."""
     columns = {f.name: getattr(batch, f.name)[:1] for f in fields(TokenColumns)}
     columns |= {"token_N": np.full(1, -1), "advantage_N": np.zeros(1, np.float32), "weight_N": np.zeros(1, np.float32)}

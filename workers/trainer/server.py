@@ -23,11 +23,21 @@ from storage.errors import (
     TrainerError,
 )
 from workers.trainer.launch import Launch
-from workers.trainer.messages import Accumulated, ErrorBody, Message, Order, TrainerStatus, UpdateRequest, UpdateResult
+from workers.trainer.messages import (
+    Accumulated,
+    ColumnRef,
+    ColumnRequest,
+    ErrorBody,
+    Message,
+    Order,
+    TrainerStatus,
+    UpdateRequest,
+    UpdateResult,
+)
 from workers.trainer.progress import Progress
 
 if TYPE_CHECKING:
-    from workers.trainer.trainer import Trainer  # imports torch
+    from workers.trainer.rank import Rank  # imports torch
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=Message)
@@ -43,10 +53,10 @@ class ControlServer:
     ``make_trainer`` imports torch and runs in the working thread, so that the port listens before that is done.
     """
 
-    def __init__(self, launch: Launch, make_trainer: Callable[[], Trainer]) -> None:
+    def __init__(self, launch: Launch, make_trainer: Callable[[], Rank]) -> None:
         self._launch = launch
         self._make_trainer = make_trainer
-        self._trainer: Trainer | None = None
+        self._trainer: Rank | None = None
         self._epoch = launch.epoch
         self._last_error: str | None = None
         self._lost = False
@@ -59,6 +69,7 @@ class ControlServer:
         application.router.add_get("/status", self._get_status)
         application.router.add_post("/update", self._post_update)
         application.router.add_post("/accumulate", self._post_accumulate)
+        application.router.add_post("/columns", self._post_columns)
         application.router.add_post("/park", self._post_park)
         application.router.add_post("/unpark", self._post_unpark)
         application.router.add_post("/shutdown", self._post_shutdown)
@@ -94,13 +105,18 @@ class ControlServer:
         )
 
     async def update(self, request: UpdateRequest) -> UpdateResult:
-        """Run an update, or join the one that runs. See :meth:`Trainer.update` for what it raises."""
+        """Run an update, or join the one that runs. See :meth:`Rank.update` for what it raises."""
         return await self._on(request, "update", lambda trainer: trainer.update(request))
 
     async def accumulate(self, request: UpdateRequest) -> Accumulated:
-        """Compute gradients ahead of a step, or join who does. See :meth:`Trainer.accumulate` for what it raises."""
+        """Compute gradients ahead of a step, or join who does. See :meth:`Rank.accumulate` for what it raises."""
         groups = await self._on(request, "accumulate", lambda trainer: trainer.accumulate(request))
         return Accumulated(groups=groups)
+
+    async def columns(self, request: ColumnRequest) -> ColumnRef:
+        """Have the model say what it can of a batch, or join who does. See :meth:`Rank.columns`."""
+        what = f"share {request.share + 1} of {request.shares} of the columns"
+        return await self._on(request, what, lambda rank: rank.columns(request))
 
     async def park(self, epoch: int) -> TrainerStatus:
         """Leave the device to another role; refused while an update runs."""
@@ -112,11 +128,11 @@ class ControlServer:
         await self._run(("unpark", ""), epoch, lambda trainer: trainer.unpark())
         return self.status()
 
-    async def _on(self, request: UpdateRequest, what: str, work: Callable[[Trainer], _T]) -> _T:
+    async def _on(self, request: UpdateRequest, what: str, work: Callable[[Rank], _T]) -> _T:
         name = f"{what} of step {request.step} of lineage {request.lineage}"
         return await self._run((name, request.manifest_digest), request.epoch, work)
 
-    async def _run(self, identity: _Identity, epoch: int, work: Callable[[Trainer], _T]) -> _T:
+    async def _run(self, identity: _Identity, epoch: int, work: Callable[[Rank], _T]) -> _T:
         self._admit(epoch)
         if self._running is None:
             # A task of its own: a caller that goes away must not cut a collective operation short.
@@ -137,7 +153,7 @@ class ControlServer:
         if self._trainer is None:
             raise TrainerError("the trainer is still starting: wait for phase ready")
 
-    async def _train(self, what: str, work: Callable[[Trainer], _T]) -> _T:
+    async def _train(self, what: str, work: Callable[[Rank], _T]) -> _T:
         assert self._trainer is not None  # noqa: S101  # _admit has checked it
         trainer = self._trainer
         try:
@@ -155,7 +171,7 @@ class ControlServer:
         self._last_error = None
         return result
 
-    def _start(self) -> Trainer:
+    def _start(self) -> Rank:
         trainer = self._make_trainer()
         trainer.start()
         return trainer
@@ -188,6 +204,10 @@ class ControlServer:
 
     async def _post_accumulate(self, request: web.Request) -> web.Response:
         result = await self.accumulate(await _parsed(request, UpdateRequest))
+        return web.json_response(result.model_dump())
+
+    async def _post_columns(self, request: web.Request) -> web.Response:
+        result = await self.columns(await _parsed(request, ColumnRequest))
         return web.json_response(result.model_dump())
 
     async def _post_park(self, request: web.Request) -> web.Response:

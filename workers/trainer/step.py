@@ -162,10 +162,9 @@ class Work:
             engine_M, sequence_M = map(torch.from_numpy, (self._columns.engine_logprob_N, self._columns.sequence_N))
             columns["importance_N"] = correction(algorithm, self._old_M, engine_M, sequence_M)
         if algorithm.kl != "none":
-            found = self._backend.reference_logprobs(self._at.over(batches), self._batch.temperature)
-            columns["reference_logprob_N"] = self._gathered(batches, found)
+            columns["reference_logprob_N"] = self._said("reference_logprob", batches, self._reference_logprobs)
         if algorithm.has_critic:
-            columns["value_N"] = self._gathered(batches, self._backend.values(self._at.over(batches)))
+            columns["value_N"] = self._said("value", batches, self._backend.values)
         for name, column_M in columns.items():
             self._guard.check_column(name, column_M, batches)
         if asks_models(algorithm):
@@ -193,6 +192,15 @@ class Work:
         self._trained.tokens_computed += sum(part.tokens for part in parts)
         batches = [b for part in parts for b in part.batches]
         return self._gathered(batches, self._backend.logprobs(self._at.over(batches), self._batch.temperature))
+
+    def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[Floats]:
+        return self._backend.reference_logprobs(batches, self._batch.temperature)
+
+    def _said(self, column: str, batches: Sequence[MicroBatch], ask: Callable[[Sequence[MicroBatch]], Any]) -> Tensor:
+        """What came with the batch, from a gang that holds the model; else what this gang's own says."""
+        if (given_M := self._batch.given.get(column)) is not None:
+            return torch.from_numpy(given_M)
+        return self._gathered(batches, ask(self._at.over(batches)))
 
     def _gathered(self, batches: Sequence[MicroBatch], values: Sequence[Floats]) -> Tensor:
         """What all ranks found, by token of the batch."""

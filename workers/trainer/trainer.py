@@ -10,23 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-from storage.errors import (
-    BadBatch,
-    ConfigError,
-    FencedError,
-    GangLost,
-    IntegrityError,
-    OutOfMemory,
-    SeamlessFlowError,
-    TrainerError,
-)
+from storage.columns import COLUMN_OF
+from storage.errors import BadBatch, ConfigError, FencedError, IntegrityError, SeamlessFlowError, TrainerError
 from storage.weights import WeightsRef, WeightsStore
-from workers.trainer import memory
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
 from workers.trainer.checkpoint import CheckpointFolder, Sealed, TrainerState, open_checkpoint, verify
@@ -34,32 +24,17 @@ from workers.trainer.figures import metrics_of
 from workers.trainer.guard import NotFinite, advice
 from workers.trainer.head_start import HeadStart
 from workers.trainer.launch import Launch
-from workers.trainer.memory import InWork
 from workers.trainer.messages import UpdateRequest, UpdateResult
 from workers.trainer.objective import StepSums
 from workers.trainer.packing import MicroBatch, WeightedTrajectory, plan
-from workers.trainer.progress import Progress
+from workers.trainer.rank import BatchReader, Rank
 from workers.trainer.step import Trained, Work
-from workers.trainer.together import Together
-from workers.trainer.usercode import load_user_code
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class BatchReader(Protocol):
-    """Gives the batch of a request; see :func:`workers.trainer.batch.read_batch`."""
-
-    def __call__(
-        self,
-        request: UpdateRequest,
-        without: frozenset[str] = frozenset(),
-        dropped: frozenset[str] = frozenset(),
-    ) -> Batch: ...
-
-
-class Trainer:
-    """Holds the model of one rank. Methods are called from one thread, on all ranks in the same order."""
+class Trainer(Rank):
+    """A rank that trains the policy."""
 
     def __init__(
         self,
@@ -69,26 +44,12 @@ class Trainer:
         checkpoints: CheckpointFolder,
         weights: WeightsStore,
     ) -> None:
-        self._launch = launch
-        self._spec = launch.spec
-        self._backend = backend
-        self._together = Together(backend)
-        self._read = read
+        super().__init__(launch, backend, read)
         self._checkpoints = checkpoints
         self._weights = weights
         self._held: Sealed | None = None
         self._results: dict[tuple[int, int], tuple[str, UpdateResult]] = {}
-        self._at = InWork()
         self._head_start = HeadStart(launch.spec.algorithm, backend, self._plan, self._at)
-        self.progress = Progress()
-
-    def start(self) -> None:
-        """Meet the gang and load the initial model or the launch file's checkpoint."""
-        load_user_code(self._spec)
-        self._backend.initialize()
-        if self._launch.checkpoint is not None:
-            self._restore(open_checkpoint(self._launch.checkpoint), self._launch.checkpoint_digest)
-        self.progress.phase = "ready"
 
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Train one step, or return its committed result.
@@ -104,6 +65,7 @@ class Trainer:
             _same_manifest(request, manifest_digest)
             return result
         self._must_have_device()
+        self._must_be_told(request)
         started = time.monotonic()
         committed = self._together.on_rank_0("look for a committed result", lambda: self._committed(request))
         if committed is None:
@@ -124,6 +86,7 @@ class Trainer:
         if request.step != self.progress.version:
             raise FencedError(f"step {request.step} is not next: the trainer holds version {self.progress.version}")
         self._must_have_device()
+        self._must_be_told(request)
         held = frozenset(self._head_start.shards)
         batch = self._together.everywhere("read a part of the batch", lambda: self._read(request, held))
         self.progress.phase = "training"
@@ -131,21 +94,18 @@ class Trainer:
         self.progress.phase = "ready"
         return len(self._head_start.shards)
 
-    def park(self) -> None:
-        """Leave the device to another role until :meth:`unpark`; repeated, or while parked, nothing happens."""
-        if self.progress.phase == "ready":
-            self._irrevocably("park", self._backend.park)
-            self.progress.phase = "parked"
+    def _resume(self) -> None:
+        if self._launch.checkpoint is not None:
+            self._restore(open_checkpoint(self._launch.checkpoint), self._launch.checkpoint_digest)
 
-    def unpark(self) -> None:
-        """Take the device again."""
-        if self.progress.phase == "parked":
-            self._irrevocably("unpark", self._backend.unpark)
-            self.progress.phase = "ready"
-
-    def _must_have_device(self) -> None:
-        if self.progress.phase == "parked":
-            raise TrainerError("the trainer is parked, its device may be another's: its lease unparks it first")
+    def _must_be_told(self, request: UpdateRequest) -> None:
+        """Models that are not this gang's have their say before an update."""
+        wanted = {COLUMN_OF[name] for name in self._spec.algorithm.companions_apart}
+        if missing := sorted(wanted - {column.name for column in request.columns}):
+            raise TrainerError(
+                f"step {request.step} came without the column {missing[0]}, whose model this gang does not hold: have "
+                "the batch computed on that model's nodes first"
+            )
 
     def _committed(self, request: UpdateRequest) -> Sealed | None:
         """The step's checkpoint, if an earlier attempt sealed it. Checks that the request can be served at all."""
@@ -313,33 +273,6 @@ class Trainer:
 
     def _parent(self) -> str:
         return "" if self._held is None else self._held.digest
-
-    def _irrevocably(self, what: str, work: Callable[[], T]) -> T:
-        """Work after which the ranks' states may differ if it fails."""
-        try:
-            return work()
-        except BadBatch:
-            raise
-        except Exception as error:
-            self.progress.phase = "failed"
-            # What a restart would not cure is told with the connections open: ranks that wait for this one would be
-            # quicker to say that they have lost it.
-            if isinstance(error, ConfigError):
-                raise
-            if memory.out_of_memory(error):
-                advised = memory.advice(self._at, self._spec.trainer, packs=self._backend.packs)
-                raise OutOfMemory(
-                    f"step {self.progress.step}: rank {self._launch.rank} ran out of memory ({what}, {self._at}): "
-                    f"{type(error).__name__} {str(error)[:200]}. To go on, {advised}; then start the run again, which "
-                    "goes on here"
-                ) from error
-            self._backend.close()  # closes the connections: ranks that wait for this one see that it is gone
-            if isinstance(error, GangLost):
-                raise
-            raise GangLost(
-                f"{what} failed on rank {self._launch.rank} ({type(error).__name__}: {error}): "
-                "restart the gang from its last checkpoint"
-            ) from error
 
 
 def _same_manifest(request: UpdateRequest, digest: str) -> None:

@@ -13,6 +13,8 @@ from workflows.messages.activities import (
     BooksView,
     ClaimInput,
     ClaimResult,
+    ColumnsOutcome,
+    ColumnsTask,
     CommitInput,
     EndRun,
     EngineHold,
@@ -35,6 +37,8 @@ from workflows.messages.activities import (
 )
 from workflows.messages.base import (
     CheckpointRef,
+    ColumnRef,
+    GangRole,
     ManifestRef,
     Message,
     Role,
@@ -73,6 +77,7 @@ from workflows.messages.pool import (
 )
 from workflows.messages.run import (
     Command,
+    CompanionView,
     DataInput,
     EngineView,
     EvaluationInput,
@@ -105,8 +110,12 @@ __all__ = [
     "CheckpointRef",
     "ClaimInput",
     "ClaimResult",
+    "ColumnRef",
+    "ColumnsOutcome",
+    "ColumnsTask",
     "Command",
     "CommitInput",
+    "CompanionView",
     "DataInput",
     "DrainNode",
     "EndRun",
@@ -118,6 +127,7 @@ __all__ = [
     "FlowInput",
     "FlowView",
     "GangProbe",
+    "GangRole",
     "GangView",
     "HoldLease",
     "LeaseEvent",

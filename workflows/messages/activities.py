@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from workflows.messages.base import CheckpointRef, ManifestRef, Message, WeightsRef
+from workflows.messages.base import CheckpointRef, ColumnRef, GangRole, ManifestRef, Message, WeightsRef
 from workflows.messages.run import EvaluationOutcome
 from workflows.scheduling.decision import Decision
 from workflows.spec import RunSpec
@@ -157,11 +157,12 @@ class CommitInput(Message):
 
 
 class TrainInterval(Message):
-    """Unix seconds during which ``node`` trained."""
+    """Unix seconds during which ``node`` trained, or had a companion of the policy at work."""
 
     node: str
     start: float
     end: float
+    kind: Literal["train", "reference", "critic"] = "train"
 
 
 class RouteInput(Message):
@@ -202,10 +203,11 @@ class GangProbe(Message):
 
     run: str
     node: str
+    role: GangRole = "trainer"
 
 
 class GangView(Message):
-    """The resident ranks of one node: which gang they belong to, if all of them live and are idle or training."""
+    """The resident ranks of one role on a node: which gang they belong to, if all of them live and are idle."""
 
     node: str
     gang: str | None
@@ -233,6 +235,7 @@ class TrainerTask(Message):
     master_port: int
     checkpoint: CheckpointRef
     spec: RunSpec
+    role: GangRole = "trainer"
 
 
 class TrainTask(Message):
@@ -246,6 +249,23 @@ class TrainTask(Message):
     lineage: int
     manifest: ManifestRef
     time_limit_s: float
+    columns: tuple[ColumnRef, ...] = ()
+    """What models that the gang does not hold say of the batch."""
+
+
+class ColumnsTask(TrainTask):
+    """Input of ``compute_columns``: a share of a batch, for the model of ``role``. What is written stays."""
+
+    role: GangRole
+    share: int = 0
+    shares: int = 1
+
+
+class ColumnsOutcome(Message):
+    """Result of ``compute_columns``: what was written, and when the node computed it."""
+
+    column: ColumnRef
+    busy: TrainInterval
 
 
 class TrainOutcome(Message):

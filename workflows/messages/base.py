@@ -6,7 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Role = Literal["engine", "trainer"]
+GangRole = Literal["trainer", "reference", "critic"]
+"""What the ranks of a gang are for."""
+Role = Literal["engine", "trainer", "reference", "critic"]
 
 
 class Message(BaseModel):
@@ -32,6 +34,14 @@ class CheckpointRef(Message):
     path: str | None
     digest: str
     weights: WeightsRef
+
+
+class ColumnRef(Message):
+    """What a model said of a batch's tokens, an object of :mod:`storage.columns`: its name, key and digest."""
+
+    name: str
+    key: str
+    digest: str
 
 
 class ManifestRef(Message):

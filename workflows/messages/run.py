@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from workflows.messages.base import CheckpointRef, ManifestRef, Message, WeightsRef
+from workflows.messages.base import CheckpointRef, GangRole, ManifestRef, Message, WeightsRef
 from workflows.messages.lease import LeaseEvent
 from workflows.scheduling.decision import Decision
 from workflows.scheduling.recall import FIRST_SHARE
@@ -57,6 +57,17 @@ class PolicyView(Message):
     accumulates: bool
 
 
+class CompanionView(Message):
+    """What a run knows of a lease of a reference or critic apart from the trainer."""
+
+    lease: str
+    epoch: int
+    role: GangRole
+    members: tuple[str, ...]
+    state: Literal["granted", "ready"] = "granted"
+    gang: str = ""
+
+
 class StepInput(Message):
     """Input of ``RlStep``. ``replay``: train on this claimed manifest instead of claiming a new batch.
 
@@ -74,6 +85,8 @@ class StepInput(Message):
     replay: ManifestRef | None = None
     gang: LeaseEvent | None = None
     cost: SwitchCost = SwitchCost()
+    companions: tuple[CompanionView, ...] = ()
+    """Leases of reference and critic, as of now."""
     recall: int = 0
     """Complete groups at which a gang that is not kept is called to accumulate them; 0: it is called at once."""
 
@@ -221,6 +234,14 @@ class RunState(Message):
     """Times the trainer gang was lost since the last committed step."""
     engine_losses: int = 0
     """Times an engine lease was lost since an engine was last ready."""
+    companions: dict[str, CompanionView] = Field(default_factory=dict)
+    """Leases of reference and critic, by lease."""
+    companion_requests: dict[str, str] = Field(default_factory=dict)
+    """By role, the id of the standing request for its nodes, while they are wanted."""
+    companion_notices: dict[str, str] = Field(default_factory=dict)
+    """By role, what the pool says that this request waits for."""
+    companion_losses: int = 0
+    """Times such a lease was lost since the last committed step."""
 
 
 class RunInput(RunSpec):
@@ -258,6 +279,7 @@ class RunStatus(Message):
     pipeline: str = ""
     gang: str | None = None
     """The trainer lease and its epoch, while there is one."""
+    companions: tuple[CompanionView, ...] = ()
     switch_cost: SwitchCost = SwitchCost()
     switches: tuple[SwitchRecord, ...] = ()
 

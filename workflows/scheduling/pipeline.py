@@ -24,6 +24,7 @@ from workflows.scheduling.triggers import RolloutFacts
 from workflows.spec import PipelineSpec, RunSpec
 
 ENGINE_PRIORITY = 10
+COMPANION_PRIORITY = 50
 TRAINER_PRIORITY = 100
 DEFAULT_STALENESS = 1
 
@@ -95,7 +96,19 @@ def train_nodes(spec: RunSpec) -> tuple[str, ...]:
     return tuple(sorted(node.id for node in spec.nodes if "train" in node.tags))
 
 
+def companion_nodes(spec: RunSpec) -> tuple[str, ...]:
+    """Nodes that the run keeps for a reference or a critic."""
+    apart = set(spec.algorithm.companions_apart)
+    return tuple(sorted(node.id for node in spec.nodes if apart & node.tags))
+
+
+def trainer_ranks(spec: RunSpec) -> int:
+    """Ranks of the run's trainer gang."""
+    return sum(node.ranks for node in spec.nodes if "train" in node.tags)
+
+
 def rollout_nodes(spec: RunSpec, trainers: Literal["preempt", "own"] = "preempt") -> tuple[str, ...]:
-    """Nodes of the run that roll out; without its train nodes where the pipeline keeps these to itself."""
-    kept = train_nodes(spec) if trainers == "own" else ()
+    """Nodes of the run that roll out; without its train nodes where the pipeline keeps these to itself, and without
+    those of a reference or critic apart."""
+    kept = (*(train_nodes(spec) if trainers == "own" else ()), *companion_nodes(spec))
     return tuple(sorted(node.id for node in spec.nodes if "rollout" in node.tags and node.id not in kept))

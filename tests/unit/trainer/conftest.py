@@ -26,7 +26,7 @@ from storage.shards import Generation, SessionRow, Shard, Span, digest_of, encod
 from workers.cluster import ClusterConfig, Secrets, StateFolder
 from workers.trainer.client import TrainerClient
 from workers.trainer.launch import Launch, Residency
-from workers.trainer.messages import UpdateRequest, UpdateResult
+from workers.trainer.messages import ColumnRef, ColumnRequest, UpdateRequest, UpdateResult
 from workflows.spec import RunSpec
 
 NO_INTS = np.empty(0, np.int32)
@@ -190,6 +190,7 @@ class Gang:
     spec: RunSpec
     state: StateFolder
     ranks: int = 1
+    role: str = "trainer"
     checkpoint: Path | None = None
     checkpoint_digest: str | None = None
     processes: list[Rank] = field(default_factory=list)
@@ -202,6 +203,7 @@ class Gang:
         for rank in range(self.ranks):
             launch = Launch(
                 spec=self.spec,
+                role=self.role,  # type: ignore[arg-type]  # tests name one of them
                 state=self.state.root,
                 rank=rank,
                 world_size=self.ranks,
@@ -232,6 +234,13 @@ class Gang:
         results = await asyncio.gather(*(client.update(request, deadline_s=deadline_s) for client in self.clients))
         assert all(result == results[0] for result in results)
         return results[0]
+
+    async def columns(self, request: UpdateRequest, *, share: int = 0, shares: int = 1) -> ColumnRef:
+        """All ranks at once; they agree on what was written."""
+        asked = ColumnRequest(**request.model_dump(), share=share, shares=shares)
+        written = await asyncio.gather(*(client.columns(asked, deadline_s=60) for client in self.clients))
+        assert all(ref == written[0] for ref in written)
+        return written[0]
 
     async def ready(self) -> None:
         await asyncio.gather(*(client.wait_ready(deadline_s=120) for client in self.clients))

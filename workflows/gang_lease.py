@@ -1,11 +1,11 @@
-"""A trainer gang's lease."""
+"""The lease of a gang: the trainer's, a reference's or a critic's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from workflows import calls
-from workflows.messages import CheckpointRef, GangView, TrainerTask
+from workflows.messages import CheckpointRef, GangRole, GangView, TrainerTask, WeightsRef
 from workflows.scheduling.gang import GangPlan, plan_gang
 from workflows.spec import RunSpec
 
@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from workflows.lease import Lease
 
 
-class TrainerRole:
+UNCHANGING = CheckpointRef(
+    lineage=0, step=-1, version=0, path=None, digest="", weights=WeightsRef(version=0, path="", digest="")
+)
+"""Where a model that is never trained stands."""
+PHASE = {"trainer": "training", "reference": "computing", "critic": "training"}
+
+
+class GangLease:
     """Brings one gang up, or finds it still there, and watches it until the lease ends."""
 
     def __init__(self, lease: Lease) -> None:
@@ -23,13 +30,16 @@ class TrainerRole:
         lease = self.lease
         task = lease.task
         views = await self._probe()
-        newest = await calls.locally("latest_checkpoint", task.run, CheckpointRef, summary="newest checkpoint")
-        plan = plan_gang(f"{task.lease}/{task.epoch}", {n.id: n.ranks for n in task.spec.nodes}, views, newest.version)
+        newest = await self._stands_at()
+        ranks = {member: task.spec.node(member).ranks for member in task.members}
+        plan = plan_gang(f"{task.lease}/{task.epoch}", ranks, views, newest.version)
         lease.set_phase(f"{'attaching to' if plan.attached else 'starting'} gang {plan.gang}")
         for member in task.members:
             lease.supervisors[member] = calls.supervise(
                 "trainer_supervise",
-                trainer_task(task.spec, plan, member, newest, lease=task.lease, epoch=task.epoch),
+                trainer_task(
+                    task.spec, plan, member, newest, lease=task.lease, epoch=task.epoch, role=self._gang_role()
+                ),
                 node=member,
                 summary=f"{plan.ranks[member]} rank(s) of {task.run} on {member}",
             )
@@ -37,7 +47,7 @@ class TrainerRole:
             lease.dirty = False
             await lease.change("the ranks to be ready")
         if not lease.ending():
-            lease.set_phase("training")
+            lease.set_phase(PHASE[task.role])
             await lease.report("ready")
         while not lease.ending():
             lease.dirty = False
@@ -48,10 +58,22 @@ class TrainerRole:
         """Nothing to do before the cancel: a supervisor lets a running update end."""
 
     async def _probe(self) -> list[GangView]:
-        handles = [calls.gang_probe(self.lease.task.run, member) for member in self.lease.task.members]
+        task = self.lease.task
+        handles = [calls.gang_probe(task.run, member, self._gang_role()) for member in task.members]
         for handle in handles:
             await self.lease.until("the members to say which ranks they have", handle)
         return [await handle for handle in handles]
+
+    async def _stands_at(self) -> CheckpointRef:
+        task = self.lease.task
+        if task.role == "reference":
+            return UNCHANGING
+        return await calls.locally("latest_checkpoint", task.run, CheckpointRef, summary="newest checkpoint")
+
+    def _gang_role(self) -> GangRole:
+        role = self.lease.task.role
+        assert role != "engine"  # noqa: S101 - an engine's lease is another's
+        return role
 
     def _all_ready(self) -> bool:
         reports = self.lease.reports
@@ -59,7 +81,14 @@ class TrainerRole:
 
 
 def trainer_task(
-    spec: RunSpec, plan: GangPlan, node: str, newest: CheckpointRef, *, lease: str, epoch: int
+    spec: RunSpec,
+    plan: GangPlan,
+    node: str,
+    newest: CheckpointRef,
+    *,
+    lease: str,
+    epoch: int,
+    role: GangRole = "trainer",
 ) -> TrainerTask:
     """One member's share of a gang; ``epoch`` 0 starts ranks ahead of any lease."""
     return TrainerTask(
@@ -75,4 +104,5 @@ def trainer_task(
         master_port=plan.master_port,
         checkpoint=newest,
         spec=spec,
+        role=role,
     )
