@@ -32,11 +32,11 @@ from workers.cluster import ClusterConfig
 from workflows.messages import LeaseView, NodeProfiled, PoolStatus, ProfileTask, RunResult, RunStatus
 from workflows.profile_node import ProfileInput
 from workflows.queues import CONTROL_QUEUE
-from workflows.spec import RESUMABLE, RunSpec
+from workflows.spec import RunSpec
 
 Answer = TypeVar("Answer")
 DIGEST_MEMO = "spec_digest"
-RESUMABLE_MEMO = "trainer_resumable"
+RESUMABLE_MEMO = "resumable"
 TASK_TIMEOUT = timedelta(seconds=60)
 
 
@@ -75,7 +75,7 @@ class Runs:
 
         Raises :class:`ConfigError` if a run of this name exists with another run file.
         """
-        memo = {DIGEST_MEMO: spec.digest(), RESUMABLE_MEMO: spec.trainer.model_dump(include=RESUMABLE)}
+        memo = {DIGEST_MEMO: spec.digest(), RESUMABLE_MEMO: spec.resumable()}
         with contextlib.suppress(NotFoundError):  # a failed run goes on only with the run file it had
             await self._same_spec(spec.run, memo)
         try:
@@ -182,10 +182,12 @@ class Runs:
         # A run that was started from the Temporal UI has no memo: the ledger compares it.
         known = {**memo, **await description.memo()}
         lives = description.status == WorkflowExecutionStatus.RUNNING
-        if lives and known[RESUMABLE_MEMO] != memo[RESUMABLE_MEMO]:
+        has, asked = known[RESUMABLE_MEMO], memo[RESUMABLE_MEMO]
+        if lives and (other := sorted(key for key in asked if has.get(key) != asked[key])):
             raise ConfigError(
-                f"run {run!r} is running with {known[RESUMABLE_MEMO]} in its trainer section and would not take notice "
-                f"of {memo[RESUMABLE_MEMO]}: stop it first"
+                f"run {run!r} is running and would not take notice of what the run file says now: "
+                + "; ".join(f"{key}: {asked[key]}, not {has.get(key)}" for key in other)
+                + ": let it end, or terminate it in the Temporal UI and start it again"
             )
         if known[DIGEST_MEMO] != memo[DIGEST_MEMO]:
             raise ConfigError(

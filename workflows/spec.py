@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from workflows.algorithm import COMPANIONS
 from workflows.algorithm import AlgorithmSpec as AlgorithmSpec
 from workflows.section import Spec as Spec
-from workflows.trainer import RESUMABLE as RESUMABLE
+from workflows.trainer import RESUMABLE
 from workflows.trainer import TrainerSpec as TrainerSpec
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -448,11 +448,16 @@ class RunSpec(Spec):
         return named or NodeSpec(id=node, tags=frozenset({"rollout"}))
 
     def digest(self) -> str:
-        """sha256 over the canonical JSON of the run file, but for what a run that stopped may change to go on
-        (:data:`RESUMABLE`): two files with one digest ask for the same run.
+        """sha256 over the canonical JSON of the run file, but for what :meth:`resumable` gives: two files with one
+        digest ask for the same run.
         """
-        data = self.model_dump(mode="json", exclude={"trainer": RESUMABLE})
-        for node in data["nodes"]:
-            node["tags"] = sorted(node["tags"])  # a set has no order of its own
+        data = self.model_dump(mode="json", exclude={"nodes": True, "trainer": RESUMABLE})
         plain = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(plain.encode()).hexdigest()
+
+    def resumable(self) -> dict[str, Any]:
+        """What a run that stopped may change to go on: keys of ``trainer``, and its nodes, so the size of the gang."""
+        data: dict[str, Any] = self.model_dump(mode="json", include={"nodes": True, "trainer": RESUMABLE})
+        for node in data["nodes"]:
+            node["tags"] = sorted(node["tags"])  # a set has no order of its own
+        return {"nodes": {node.pop("id"): node for node in data["nodes"]}, **data["trainer"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +74,7 @@ TASKS = {
         sections={
             "algorithm": {"group_size": 4, "groups_per_step": 6, "drop_zero_variance": False},
             "trainer": {"learning_rate": 1e-5},
-            "pipeline": {"steps": 12, "target_in_flight": 24},
+            "pipeline": {"steps": 18, "target_in_flight": 24},
         },
     ),
 }
@@ -103,8 +105,9 @@ class Cell:
         return f"{self.task}-{self.setting.replace('_', '-')}-{self.seed}"
 
     def digest(self) -> str:
-        """Of its run file, wherever the models are: a result of another plan is not this one's."""
-        return run_file(self, Path("/models")).digest()
+        """Of its whole run file, wherever the models are: a result of another plan is not this one's."""
+        spec = run_file(self, Path("/models"))
+        return hashlib.sha256(json.dumps([spec.digest(), spec.resumable()], sort_keys=True).encode()).hexdigest()
 
 
 def plan(
