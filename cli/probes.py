@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,8 @@ from storage.objects import ObjectStore
 from workers.cluster import StateFolder
 
 PAUSE_S = 0.2
+ASK_S = 1.0
+"""How long the store is asked at a time: whoever gives up meanwhile waits for the thread that asks."""
 
 
 async def wait_ready(probe: Probe, state: StateFolder, *, since: float) -> None:
@@ -51,8 +54,13 @@ async def _http(url: str) -> bool:
 
 async def _s3(state: StateFolder) -> bool:
     """A put and a get: after a restart the server lists buckets before it can serve an object."""
+
+    def ask() -> None:
+        with contextlib.closing(ObjectStore.from_state(state, deadline_s=ASK_S)) as store:
+            store.ensure_bucket()
+
     try:
-        await asyncio.to_thread(lambda: ObjectStore.from_state(state).ensure_bucket())
+        await asyncio.to_thread(ask)
     except (StorageError, DeadlineError):
         return False
     return True

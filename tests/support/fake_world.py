@@ -10,12 +10,14 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from temporalio import activity
 from temporalio.client import Client, WithStartWorkflowOperation, WorkflowHandle
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
+from temporalio.worker import Worker
 
 from activities.beat import beating
 from activities.layers import policy_for, policy_view
@@ -83,7 +85,7 @@ _names = itertools.count()
 
 async def eventually(condition: Callable[[], bool], what: str) -> None:
     """Wait until the condition holds; fails with ``what`` it waited for."""
-    for _ in range(1500):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.02)
@@ -228,10 +230,7 @@ class FakeWorld:
             self.end_residency,
             self.profile_node,
         ]
-        async with (
-            activity_worker(self.client, node_queue(node), work),
-            activity_worker(self.client, nodectl_queue(node), control),
-        ):
+        async with self._worker(node_queue(node), *work), self._worker(nodectl_queue(node), *control):
             yield
 
     @contextlib.asynccontextmanager
@@ -240,11 +239,15 @@ class FakeWorld:
             await stack.enter_async_context(control_worker(self.client, self._control()))
             for node in NODES if self.plays_nodes else ():
                 await stack.enter_async_context(self.playing(node))
-            await stack.enter_async_context(activity_worker(self.client, tag_queue("agent"), [self.stream_tasks]))
-            await stack.enter_async_context(activity_worker(self.client, tag_queue("reward"), [self.stream_rewards]))
+            await stack.enter_async_context(self._worker(tag_queue("agent"), self.stream_tasks))
+            await stack.enter_async_context(self._worker(tag_queue("reward"), self.stream_rewards))
             for node in NODES if self.plays_nodes else ():
                 await self.add_node(node)
             yield
+
+    def _worker(self, queue: str, *activities: Any) -> Worker:
+        """One that ends at once, whatever it does: nobody needs the end of an activity that waits for the test."""
+        return activity_worker(self.client, queue, activities, grace=timedelta(0))
 
     def _control(self) -> list[Any]:
         names = (
