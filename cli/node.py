@@ -25,8 +25,8 @@ def list_nodes(
 
     async def ask() -> list[str]:
         status = await (await Runs.connect(state_folder(state).cluster())).pool_status()
-        found = [n for n in status.nodes if tag in (None, *n.tags) and activity in (None, n.activity)]
-        return [f"{n.node}  can {','.join(n.tags)}  does {n.activity}  is {n.health}  because {n.why}" for n in found]
+        found = status.tagged(tag, activity)
+        return [f"{n.node}  can {','.join(n.tags)}  does {n.does}  is {n.health}  because {n.why}" for n in found]
 
     for line in wait(ask()):
         print(line)

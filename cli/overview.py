@@ -38,7 +38,8 @@ async def collect(state: StateFolder, run: str | None) -> dict[str, Any]:
         return view
     try:
         runs = await Runs.connect(state.cluster(), deadline_s=10.0)
-        view["nodes"] = [node.model_dump(mode="json") for node in (await runs.pool_status()).nodes]
+        nodes = (await runs.pool_status()).nodes
+        view["nodes"] = [{**node.model_dump(mode="json"), "does": node.does} for node in nodes]
     except SeamlessFlowError as error:
         trouble.append(str(error))
     try:
@@ -79,14 +80,14 @@ def render(view: dict[str, Any]) -> str:
         services.add_row(name, row["state"], pid, str(row["restarts"]), row["last_exit"])
     console.print(services)
     if view["nodes"]:
-        nodes = Table("node", "tags", "health", "activity", "lease", "decode tokens/s", "train tokens/s", box=None)
+        nodes = Table("node", "tags", "health", "does", "lease", "decode tokens/s", "train tokens/s", box=None)
         for row in view["nodes"]:
             rates = {rate["role"]: rate for rate in row.get("rates", ())}
             nodes.add_row(
                 row["node"],
                 ",".join(row["tags"]),
                 row["health"],
-                row["activity"],
+                row["does"],
                 row["lease"] or "",
                 *(_rate(rates.get(role)) for role in ("decode", "train")),
             )

@@ -80,7 +80,7 @@ def snapshot(
         tokens_per_s=float(tokens.get("per_s") or 0.0),
         tokens=int(tokens.get("journalled") or 0),
         in_flight=int(control.get("sessions_in_flight") or 0),
-        nodes={node.node: f"{node.activity} ({node.health})" for node in pool.nodes} if pool else {},
+        nodes={node.node: f"{node.does} ({node.health})" for node in pool.nodes} if pool else {},
         failures=tuple(_failure_row(item) for item in control.get("failures", ())),
         trouble=trouble or _waits(control) or ((status.last_failure or status.warning) if status else ""),
     )

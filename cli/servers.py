@@ -39,6 +39,10 @@ DYNAMIC_CONFIG = {
 }
 
 
+SHARED = {"agent": "agents", "reward": "rewards"}
+"""By tag, the service that does its shared work."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """How readiness is asked. ``http``: GET ``target`` answers 200; ``s3``: a put and a get; ``temporal``: the
@@ -72,9 +76,13 @@ def services(state: StateFolder, nodes: tuple[NodeSpec, ...]) -> list[Service]:
         *(proxy_service(state, number, url) for number, url in enumerate(cluster.proxy_urls, 1)),
         _python("control", state, Probe("queue", CONTROL_QUEUE), 2, "workers.control"),
         *(node_service(state, node) for node in nodes),
-        _python("agents", state, Probe("queue", tag_queue("agent")), 2, "workers.agents", "--role", "agent"),
-        _python("rewards", state, Probe("queue", tag_queue("reward")), 2, "workers.agents", "--role", "reward"),
+        *(shared_service(state, tag, name) for tag, name in SHARED.items() if not any(tag in n.tags for n in nodes)),
     ]
+
+
+def shared_service(state: StateFolder, tag: str, name: str) -> Service:
+    """The worker for a tag's shared work where no node has the tag."""
+    return _python(name, state, Probe("queue", tag_queue(tag)), 2, "workers.agents", "--role", tag)
 
 
 def proxy_service(state: StateFolder, number: int, url: str) -> Service:

@@ -36,6 +36,7 @@ def why_node(
     if lease is not None:
         waits = f", and waits for {lease.waiting_for}" if lease.waiting_for else ""
         parts.append(f"Its lease is {lease.phase}{waits}")
+    parts += [f"Beside that it {DOES[tag]} for every run that needs it" for tag in node.shares]
     parts += _wanted(pool, node)
     parts += [_rate(rate) for rate in node.rates]
     if run is not None:

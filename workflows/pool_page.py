@@ -50,6 +50,7 @@ def node_status(pool: Pool, node: str, rates: tuple[NodeRate, ...] = ()) -> Node
         activity=pool.activity(node),
         epoch=value.epoch,
         lease=lease.key if lease else None,
+        shares=tuple(sorted(value.shares)),
         train_priority=value.order,
         why=value.why,
         since=value.since,
@@ -63,7 +64,7 @@ def pool_page(status: PoolStatus, namespace: str) -> str:
     def lease_link(node: NodeStatus) -> str:
         return link(node.lease, namespace, f"lease/{node.lease}") if node.lease else ""
 
-    rows = [(n.node, ", ".join(n.tags), n.activity, n.health, lease_link(n)) for n in status.nodes]
+    rows = [(n.node, ", ".join(n.tags), n.does, n.health, lease_link(n)) for n in status.nodes]
     why = [f"* {why_node(status, node)}" for node in status.nodes]
     waits = [f"* {r.role} of run {r.run} waits for {r.waiting_for}" for r in status.requests if r.waiting_for]
     last = [f"* {decision.line()}" for decision in status.decisions[-SHOWN_DECISIONS:]]

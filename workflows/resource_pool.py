@@ -183,7 +183,7 @@ class ResourcePool:
 
     @workflow.signal(description="Sent by node agents every few seconds.")
     def node_seen(self, seen: NodeSeen) -> None:
-        self._happens(events.Seen(node=seen.node, boot_id=seen.boot_id))
+        self._happens(events.Seen(node=seen.node, boot_id=seen.boot_id, shares=frozenset(seen.shares)))
         self._rated(seen.node, seen.rates)
 
     @workflow.signal(description='A node is known to be dead: {"node": "n1", "boot_id": "b7"}')
@@ -235,6 +235,10 @@ class ResourcePool:
     @workflow.query(description='Ids of nodes that can do a tag\'s work: "train"')
     def tagged(self, tag: str) -> list[str]:
         return [node.id for node in self.state.pool.tagged(tag)]
+
+    @workflow.query(description='Tags whose shared work a node should do now, asked for by its agent: "n1"')
+    def shared_work(self, node: str) -> list[str]:
+        return self.state.pool.shared_work(node)
 
     # Mechanics
 

@@ -16,6 +16,7 @@ from workflows.scheduling import pool_events as events
 from workflows.scheduling.granting import over_quota
 from workflows.scheduling.pool import Demand, Fence, Grant, Lease, Node, Pool, Revoke, Share
 from workflows.scheduling.pool_events import Event
+from workflows.scheduling.pool_state import SHARED_TAGS
 from workflows.scheduling.queueing import waiting
 
 NODES = ("a", "b", "c", "d")
@@ -85,9 +86,9 @@ class PoolMachine(RuleBasedStateMachine):
     def lose(self, node: str) -> None:
         self.happens(events.Lost(node=node, reason="power"))
 
-    @rule(node=names)
-    def seen(self, node: str) -> None:
-        self.happens(events.Seen(node=node, boot_id="b"))
+    @rule(node=names, shares=st.frozensets(st.sampled_from(SHARED_TAGS)))
+    def seen(self, node: str, shares: frozenset[str]) -> None:
+        self.happens(events.Seen(node=node, boot_id="b", shares=shares))
 
     @rule(node=names, priority=st.floats(0, 3))
     def profiled(self, node: str, priority: float) -> None:
@@ -179,6 +180,15 @@ class PoolMachine(RuleBasedStateMachine):
             if lease.state == "held":
                 nodes = [self.pool.nodes[name] for name in lease.members]
                 assert all(node.health in ("up", "held") and lease.tag in node.tags for node in nodes)
+
+    @invariant()
+    def shared_work_is_asked_of_nodes_in_service_and_found_by_tag(self) -> None:
+        for node in self.pool.nodes.values():
+            wanted = set(self.pool.shared_work(node.id))
+            assert wanted == (node.tags & set(SHARED_TAGS) if node.health == "up" else set())
+            assert node.health != "lost" or not node.shares
+            for tag in node.shares & node.tags:
+                assert node in self.pool.tagged(tag, activity=tag)
 
     @invariant()
     def a_gang_is_whole(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -16,12 +17,19 @@ def rank_command(launch: Path) -> list[str]:
     return [sys.executable, str(Path(__file__).parent / "fake_rank.py"), str(launch)]
 
 
+async def serve(agent: NodeAgent) -> None:
+    """Until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await agent.serve(stop)
+
+
 def main() -> None:
     state, node, tags = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
     info = NodeInfo.model_validate({"id": node, "tags": tags.split(","), "boot_id": boot_id()})
-    agent = NodeAgent(StateFolder(Path(state)), info, rank_command=rank_command)
-    asyncio.run(agent.serve(asyncio.Event()))
+    agent = NodeAgent(StateFolder(Path(state)), info, rank_command=rank_command, look_every_s=0.2)
+    asyncio.run(serve(agent))
 
 
 if __name__ == "__main__":

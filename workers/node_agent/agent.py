@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from temporalio.client import Client, WithStartWorkflowOperation, WorkflowExecutionStatus, WorkflowUpdateFailedError
+from temporalio.client import (
+    Client,
+    WithStartWorkflowOperation,
+    WorkflowExecutionStatus,
+    WorkflowQueryFailedError,
+    WorkflowUpdateFailedError,
+)
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -17,6 +23,7 @@ from activities.node import NodeActivities
 from workers.cluster import StateFolder
 from workers.node_agent.engine import EngineHost
 from workers.node_agent.meter import RateMeter
+from workers.node_agent.shared import SharedWork
 from workers.node_agent.tokens import TaskTokens
 from workers.node_agent.trainer import TrainerHost, rank_command
 from workers.residency import EpochMemory
@@ -32,6 +39,8 @@ log = logging.getLogger(__name__)
 GANG_ROLES: tuple[GangRole, ...] = ("trainer", "reference", "critic")
 SEEN_EVERY_S = 10.0
 REAP_EVERY_S = 30.0
+LOOK_EVERY_S = 5.0
+"""Between two looks at the node's tags, for its shared work."""
 RETRY_S = 0.5
 
 
@@ -45,6 +54,7 @@ class NodeAgent:
         *,
         host: str = "127.0.0.1",
         rank_command: Callable[[Path], list[str]] = rank_command,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._state = state
         folder = state.node(info.id)
@@ -55,11 +65,13 @@ class NodeAgent:
             role: TrainerHost(state, info.id, role=role, host=host, command=rank_command) for role in GANG_ROLES
         }
         self._meter = RateMeter(folder)
+        self._shared = SharedWork(state, info.id)
+        self._look_every_s = look_every_s
         self._info = info
         self._suspects: set[str] = set()
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set; processes of the node live on."""
+        """Serve until ``stop`` is set; engine and ranks of the node live on, its shared work is given back."""
         client = await connect(self._state.cluster())
         await self._tokens.fail_old(client)
         node = self._info.id
@@ -87,12 +99,14 @@ class NodeAgent:
             loops = [
                 asyncio.create_task(self._keep_seen(client)),
                 asyncio.create_task(self._reap(client)),
+                asyncio.create_task(self._share(client)),
                 asyncio.create_task(self._meter.watch(self._engine.load_now)),
             ]
             await stop.wait()
             for loop in loops:
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
+        await self._shared.keep(())
         await self._engine.close()
 
     async def _register(self, client: Client) -> None:
@@ -125,14 +139,32 @@ class NodeAgent:
         pool = calls.pool_id(self._state.cluster().cluster)
         while True:
             await asyncio.sleep(SEEN_EVERY_S)
-            seen = NodeSeen(node=self._info.id, boot_id=self._info.boot_id, rates=self._meter.rates())
             try:
-                await client.get_workflow_handle(pool).signal("node_seen", seen)
+                await client.get_workflow_handle(pool).signal("node_seen", self._seen())
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:  # the pool was terminated: start it again
                     await self._register(client)
                 else:
                     log.warning("the pool was not told that %s is alive: %s", self._info.id, error)
+
+    def _seen(self) -> NodeSeen:
+        shares = sorted(self._shared.serving())
+        seen = {"node": self._info.id, "boot_id": self._info.boot_id, "rates": self._meter.rates(), "shares": shares}
+        return NodeSeen.model_validate(seen)
+
+    async def _share(self, client: Client) -> None:
+        """Do the shared work of the node's tags as the pool knows them: people change them there."""
+        pool = client.get_workflow_handle(calls.pool_id(self._state.cluster().cluster))
+        told: frozenset[str] = frozenset()
+        while True:
+            try:
+                await self._shared.keep(await pool.query("shared_work", self._info.id, result_type=list[str]))
+                if self._shared.serving() != told:
+                    told = self._shared.serving()
+                    await pool.signal("node_seen", self._seen())
+            except (RPCError, WorkflowQueryFailedError) as error:  # what runs goes on; it is looked at again
+                log.warning("the pool did not say which work node %s shares: %s", self._info.id, error)
+            await asyncio.sleep(self._look_every_s)
 
     async def _reap(self, client: Client) -> None:
         """End processes whose run has ended; never a parked process of a living run."""

@@ -106,6 +106,8 @@ class NodeSeen(Message):
     boot_id: str
     rates: tuple[NodeRate, ...] = ()
     """Of the work that it does now."""
+    shares: tuple[Tag, ...] = ()
+    """Shared tags whose work it does now."""
 
 
 class LeaseRequest(Message):
@@ -154,14 +156,23 @@ class NodeStatus(Message):
     tags: tuple[str, ...]
     health: str
     activity: str
+    """What it has a lease for, or ``free``."""
     epoch: int
     lease: str | None
+    shares: tuple[str, ...] = ()
+    """Shared tags whose work it does beside that, for every run."""
     train_priority: float = 0.0
     why: str = ""
     """Why it does what it does now."""
     since: float = 0.0
     """Unix seconds of that decision."""
     rates: tuple[NodeRate, ...] = ()
+
+    @property
+    def does(self) -> str:
+        """*Example*: ``rollout, agent``."""
+        own = [] if self.activity == "free" and self.shares else [self.activity]
+        return ", ".join([*own, *self.shares])
 
 
 class RequestStatus(Message):
@@ -193,6 +204,10 @@ class PoolStatus(Message):
     shares: tuple[ShareStatus, ...]
     decisions: tuple[Decision, ...]
     leases: tuple[LeaseStatus, ...]
+
+    def tagged(self, tag: str | None = None, activity: str | None = None) -> list[NodeStatus]:
+        """Nodes that can do ``tag``; with ``activity`` those that do that tag's work now, or are ``free``."""
+        return [n for n in self.nodes if tag in (None, *n.tags) and activity in (None, n.activity, *n.shares)]
 
     def node(self, name: str) -> NodeStatus | None:
         return next((node for node in self.nodes if node.node == name), None)

@@ -134,12 +134,13 @@ def preempt(pool: Pool, node: str, reason: str, *, hold: bool = False) -> Outcom
     return settle(*_revoke_node(pool, node, reason))
 
 
-def node_seen(pool: Pool, node: str, boot_id: str, now: float) -> Outcome:
-    """The node is alive; a lost one is back."""
+def node_seen(pool: Pool, node: str, boot_id: str, now: float, shares: frozenset[str] = frozenset()) -> Outcome:
+    """The node is alive, and says which shared work it does; a lost one is back."""
     known = pool.nodes.get(node)
     if known is None or known.boot_id != boot_id:
         return Outcome(pool, [])
-    pool = with_node(pool, known.model_copy(update={"last_seen": now, "health": _lasting_health(known)}))
+    alive = {"last_seen": now, "health": _lasting_health(known), "shares": shares}
+    pool = with_node(pool, known.model_copy(update=alive))
     if known.health != "lost":
         return Outcome(pool, [])
     back = Decision(what=f"node {node} is back", why="its agent was heard of again")
@@ -152,7 +153,7 @@ def node_lost(pool: Pool, node: str, reason: str) -> Outcome:
     if known is None or known.health == "lost":
         return Outcome(pool, [])
     health: Health = "leaving" if known.health == "leaving" else "lost"
-    lost = known.model_copy(update={"health": health, "found_again": known.health})
+    lost = known.model_copy(update={"health": health, "found_again": known.health, "shares": frozenset()})
     pool = explained(with_node(pool, lost), Decision(what=f"node {node} is lost", why=reason), (node,))
     return settle(*_fence(pool, node, reason))
 

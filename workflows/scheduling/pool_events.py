@@ -42,6 +42,7 @@ class Preempted(Value):
 class Seen(Value):
     node: str
     boot_id: str
+    shares: frozenset[str] = frozenset()
 
 
 class Lost(Value):
@@ -131,7 +132,7 @@ def _of_node(pool: Pool, event: Tagged | Drained | Removed | Preempted | Seen | 
         case Preempted():
             return pools.preempt(pool, event.node, event.reason, hold=event.hold)
         case Seen():
-            return pools.node_seen(pool, event.node, event.boot_id, at)
+            return pools.node_seen(pool, event.node, event.boot_id, at, event.shares)
         case Lost():
             return pools.node_lost(pool, event.node, event.reason)
         case Profiled():

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from workflows.scheduling.decision import Decision
 
 KEPT_DECISIONS = 20
+SHARED_TAGS = ("agent", "reward")
+"""Tags whose work takes no lease: a node does it beside what its lease says, for every run."""
 
 Health = Literal["up", "lost", "held", "draining", "leaving"]
 LeaseState = Literal["held", "revoking"]
@@ -41,6 +43,8 @@ class Node(Value):
     found_again: Health = "up"
     """Health of a lost node once it is seen again: what a human took away stays away."""
     last_seen: float = 0.0
+    shares: frozenset[str] = frozenset()
+    """Shared tags whose work it does now, as its agent last said."""
     why: str = ""
     """Why it does what it does now."""
     since: float = 0.0
@@ -166,12 +170,17 @@ class Pool(Value):
     def tagged(self, tag: str, *, activity: str | None = None) -> list[Node]:
         """Nodes that can do ``tag``; with ``activity`` those that now do that tag's work, or are ``free``."""
         found = [node for node in self.nodes.values() if tag in node.tags]
-        return [node for node in found if activity in (None, self.activity(node.id))]
+        return [node for node in found if activity in (None, self.activity(node.id), *node.shares)]
 
     def activity(self, node: str) -> str:
-        """The node's activity tag: what it does now, or ``free``."""
+        """The node's activity tag: what it has a lease for, or ``free``; :attr:`Node.shares` is beside it."""
         lease = self.lease_of(node)
         return lease.tag if lease else "free"
+
+    def shared_work(self, node: str) -> list[str]:
+        """Tags whose shared work the node should do now; none for one that is drained, held back or gone."""
+        known = self.nodes.get(node)
+        return [] if known is None or known.health != "up" else sorted(known.tags & set(SHARED_TAGS))
 
 
 class Outcome(NamedTuple):

@@ -147,3 +147,17 @@ def test_a_folder_with_books_in_files_keeps_them_there(tmp_path):
     (tmp_path / "ledger.db").touch()
     with pytest.raises(ConfigError, match="another database"):
         addresses.write_cluster(state, {}, database="postgresql://db/books")
+
+
+def test_agents_and_rewards_have_a_service_where_no_node_has_their_tag(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    addresses.write_cluster(state, {})
+
+    def names(*tags: str) -> set[str]:
+        nodes = [NodeSpec(id="a", tags=frozenset({"rollout", "train"}))]
+        nodes += [NodeSpec.model_validate({"id": "b", "tags": tags})] if tags else []
+        return {service.name for service in services(state, tuple(nodes))} & {"agents", "rewards"}
+
+    assert names() == {"agents", "rewards"}
+    assert names("reward") == {"agents"}
+    assert names("agent", "reward", "rollout") == set()
