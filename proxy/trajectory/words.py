@@ -61,22 +61,21 @@ class Words:
         """Ids of ``text``; None: ask the tokenizer, it is not plain ASCII."""
         if not text.isascii() or (any(s in text for s in self._starts) and any(t in text for t in self._added)):
             return None
-        known, words = self._ids, [word for word in self._cut.split(text) if word]
+        words = self._cut.findall(text)
         try:
-            packed = b"".join([known[word] for word in words])
+            packed = b"".join(map(self._ids.__getitem__, words))
         except KeyError:
-            packed = b"".join([self._made(word) for word in words])
+            known = self._ids.get
+            packed = b"".join([known(word) or self._made(word) for word in words])
         return np.frombuffer(packed, np.int32)
 
     def _made(self, word: str) -> bytes:
         known = self._ids
-        ids = known.get(word)  # it may come twice in one text
-        if ids is None:
-            ids = self._word(word)
-            if len(known) >= _KEPT_WORDS:
-                known.clear()
-            if len(word) <= _LONG_WORD:
-                known[word] = ids
+        ids = self._word(word)
+        if len(known) >= _KEPT_WORDS:
+            known.clear()
+        if len(word) <= _LONG_WORD:
+            known[word] = ids
         return ids
 
     def _word(self, word: str) -> bytes:
@@ -98,7 +97,7 @@ class Words:
 
 
 def _cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """The expression that cuts ASCII text into words, in a group of its own; None: there is none."""
+    """The expression whose matches are the words of an ASCII text; None: there is none."""
     model, normalizer, pre = tokenizer.model, tokenizer.normalizer, tokenizer.pre_tokenizer
     if not isinstance(model, models.BPE) or model.dropout or pre is None:
         return None
@@ -146,7 +145,8 @@ def _in_ascii(expression: str) -> re.Pattern[str] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # sets within sets, which ``re`` has not
-            pattern = re.compile(f"({written})", re.ASCII)
+            # What is between two matches is a word too.
+            pattern = re.compile(f"{written}|(?s:(?:(?!{written}).)+)", re.ASCII)
     except (re.error, FutureWarning):
         return None
-    return pattern if expression and pattern.groups == 1 else None
+    return pattern if expression and not pattern.groups and not pattern.match("") else None

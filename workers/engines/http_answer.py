@@ -24,6 +24,7 @@ class Answer:
         self.unheard = True
         """Not a byte has come."""
         self._parser = httptools.HttpResponseParser(self)
+        self._parsed = False
         self._interim = False
         self._framed = False
         self._overhead = 0
@@ -31,6 +32,9 @@ class Answer:
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the connection."""
         self.unheard = False
+        if self._parsed:
+            self.reusable = False  # what follows an answer belongs to no request
+            return
         self._overhead += len(data)
         try:
             self._parser.feed_data(data)
@@ -39,6 +43,9 @@ class Answer:
             self.fail(f"the engine sent what is no HTTP answer: {error}")
         if self._overhead > OVERHEAD:
             self.fail(f"the engine sent more than {OVERHEAD} bytes that are no body")
+        if self.complete or self.fault:
+            self._parsed = True
+            del self._parser  # it holds us: only the garbage collector would find the two
 
     def end(self, how: str) -> None:
         """The connection was closed; ``how`` is empty if in good order."""

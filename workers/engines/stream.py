@@ -34,6 +34,10 @@ class SseDecoder:
         whole, separator, self._buffer = (self._buffer + data).rpartition(b"\n\n")
         if len(self._buffer) > self._limit:
             raise EngineProtocolError(f"the engine sent an event of more than {self._limit} bytes")
+        if whole.startswith(b"data: "):
+            payloads = whole[6:].split(b"\n\ndata: ")
+            if b"\n" not in b"".join(payloads):  # events of one line, as engines write them
+                return payloads
         return [line[5:].strip() for line in whole.split(b"\n") if line.startswith(b"data:")] if separator else []
 
 
