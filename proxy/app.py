@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from proxy.answering import Answering, Event
-from proxy.asgi import App, Receive, Scope, Send, disconnected, read_body, reply
+from proxy.asgi import GONE, App, Receive, Scope, Send, read_body, reply
 from proxy.dialects.anthropic import AnthropicDialect
 from proxy.dialects.base import AnswerHead, ChoiceAnswer, Dialect, StreamWriter, TokenInfo, TurnRequest
 from proxy.dialects.chat import ChatDialect
@@ -106,11 +106,11 @@ class AgentApp:
             length = await live.prompt_length(counter.parse_count(body))
             await reply(send, 200, [_JSON], counter.count(length))
             return
-        await self._answer(receive, send, live, DIALECTS[endpoint], body, headers)
+        await self._answer(scope[GONE], send, live, DIALECTS[endpoint], body, headers)
 
     async def _answer(
         self,
-        receive: Receive,
+        gone: asyncio.Future[None],
         send: Send,
         live: LiveSession,
         dialect: Dialect,
@@ -119,24 +119,20 @@ class AgentApp:
     ) -> None:
         request = dialect.parse(body)
         turn, skip = _told(headers)
-        gone = asyncio.create_task(disconnected(receive))
+        answering = await live.request(
+            request,
+            body,
+            retried=_retries(headers) > 0,
+            idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
+            turn=turn,
+        )
+        told = False
         try:
-            answering = await live.request(
-                request,
-                body,
-                retried=_retries(headers) > 0,
-                idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1"),
-                turn=turn,
-            )
-            told = False
-            try:
-                if not gone.done():  # else no engine has been asked yet, nor will be
-                    answer = _Answer(live, request, answering, dialect, send, skip)
-                    told = await answer.unless(gone, answer.stream if request.stream else answer.whole)
-            finally:
-                await live.part(answering, told=told)
+            if not gone.done():  # else no engine has been asked yet, nor will be
+                answer = _Answer(live, request, answering, dialect, send, skip)
+                told = await answer.unless(gone, answer.stream if request.stream else answer.whole)
         finally:
-            gone.cancel()
+            await live.part(answering, told=told)
 
 
 class _Broken(Exception):
@@ -167,7 +163,7 @@ class _Answer:
         self._writing: asyncio.Task[Any] | None = None
         self._left = False
 
-    async def unless(self, gone: asyncio.Task[None], write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    async def unless(self, gone: asyncio.Future[None], write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """``write`` until ``gone`` is done; whether all of it was written before."""
         self._writing = asyncio.current_task()
         gone.add_done_callback(self._leave)

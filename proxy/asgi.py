@@ -13,6 +13,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+GONE = "gone"
+"""Key of the scope under which our server has a future that is done when the client is gone. It is the connection's:
+not to be cancelled."""
 IDLE_S = 600
 """How long a connection without a request is kept. Clients give theirs up after 5 to 60 s, and one that sends its next
 request while the server hangs up sees an error."""
@@ -35,12 +38,6 @@ async def read_body(receive: Receive) -> bytes | None:
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client goes away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def reply(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

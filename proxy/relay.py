@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from typing import Any
 
 import aiohttp
 
 from proxy.app import AgentApp
-from proxy.asgi import App, Message, Receive, Scope, Send, disconnected, read_body, reply
+from proxy.asgi import GONE, App, Message, Receive, Scope, Send, read_body, reply
 from proxy.control import control_app
 from proxy.dialects.fields import openai_error
 from proxy.peers import LEASE_S, PASSED_ON, RENEW_S, TOLD, TURN, Elsewhere, Peers
@@ -114,7 +115,7 @@ class Relay:
                 return
             asked = time.monotonic()
             try:
-                if where.url and await self._forward(where.url, scope, body, receive, send):
+                if where.url and await self._forward(where.url, scope, body, send):
                     return
             except Elsewhere as elsewhere:
                 where = elsewhere
@@ -128,13 +129,14 @@ class Relay:
                 raise DeadlineError(f"{owner} gave no answer within {LIMIT_S:g} s")
             await asyncio.sleep(PAUSE_S)
 
-    async def _forward(self, url: str, scope: Scope, body: bytes, receive: Receive, send: _Telling) -> bool:
+    async def _forward(self, url: str, scope: Scope, body: bytes, send: _Telling) -> bool:
         """Pass a request on until its client or the owner goes away; False: it has no whole answer yet, ask again."""
-        gone = asyncio.create_task(disconnected(receive))
+        gone: asyncio.Future[None] = scope[GONE]
         passing = asyncio.create_task(self._pass(url, scope, body, send))
+        either: set[asyncio.Future[Any]] = {gone, passing}
         try:
             while not (passing.done() or gone.done()):
-                await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * RENEW_S)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=2 * RENEW_S)
                 if not self._peers.lives(url):  # it may stand still and keep its connections
                     break
             if passing.done():
@@ -142,10 +144,9 @@ class Relay:
             _make_retry(scope, send.position)
             return gone.done()
         finally:
-            for task in (gone, passing):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError, Elsewhere):
-                    await task
+            passing.cancel()
+            with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, OSError, Elsewhere):
+                await passing
 
     async def _pass(self, url: str, scope: Scope, body: bytes, send: _Telling) -> bool:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""

@@ -6,12 +6,12 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proxy.asgi import IDLE_S, App
+from proxy.asgi import GONE, IDLE_S, App, Scope
 
 
 def settings(app: App, *, log_level: str, shutdown_s: int) -> uvicorn.Config:
@@ -44,10 +44,24 @@ class Server(uvicorn.Server):
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, over a :class:`Joined` transport."""
+    """uvicorn's, over a :class:`Joined` transport; every scope has a future that is done when its client is gone."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(Joined(transport, self.loop))
+        self._gone = self.loop.create_future()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast(Scope, self.scope)[GONE] = self._gone
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.flow.resume_reading()  # a long body stops it, and a client that goes would not be noticed
 
 
 class Joined(asyncio.Transport):

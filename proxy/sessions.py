@@ -230,10 +230,13 @@ class Sessions:
 
     def _keep(self, live: LiveSession) -> None:
         """Note that a session is used; those that were not for longest make room."""
-        self._drop(live, asleep=False)
-        self._live[live.record.session] = live
-        self._kept[live.record.session] = live, live.weight
-        self._weight += live.weight
+        name, weight = live.record.session, live.weight
+        known, before = self._kept.pop(name, (None, 0))
+        if known is not live:
+            self._live[name] = live
+            self._asleep.pop(name, None)
+        self._kept[name] = live, weight
+        self._weight += weight - before
         for _ in range(2):  # a session that runs stays, and is looked at again when its turn comes again
             oldest, _ = next(iter(self._kept.values()))
             if self._weight <= self.keep_tokens or oldest is live:

@@ -7,8 +7,7 @@ which is why an answer can be rebuilt from the journal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from proxy.trajectory.canonical import Message, ToolCall
 from proxy.trajectory.detokenizer import Decode, Detokenizer, StopScanner
@@ -18,8 +17,7 @@ from proxy.trajectory.toolcalls import ToolParser
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """One step of an answer: text, reasoning or one whole call. ``tokens``: ids of the generation seen up to here."""
 
     text: str = ""

@@ -12,22 +12,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """One call of an assistant message; ``arguments`` is the text the model wrote, normally a JSON object."""
 
     name: str
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One message. ``content`` is text; missing, ``null`` and ``""`` are all ``""``.
 
     Example: ``Message("assistant", tool_calls=(ToolCall("add", '{"a":7,"b":41}'),))``.
@@ -41,7 +38,7 @@ class Message:
 
     def without_reasoning(self) -> Message:
         """As clients send it back that do not keep reasoning."""
-        return replace(self, reasoning="") if self.reasoning else self
+        return self._replace(reasoning="") if self.reasoning else self
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: tool-call arguments as objects where they are JSON objects."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from proxy.dialects.base import TurnRequest
 from storage.errors import ContextLengthExceeded, InvalidRequest, LimitReached, UnsupportedParameter
@@ -75,8 +76,7 @@ class Limits:
     time_limit_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
+class Used(NamedTuple):
     """Sampling in force for one turn. ``seed`` None: the engine draws its own."""
 
     max_new_tokens: int
@@ -87,7 +87,7 @@ class Used:
     top_k: int = -1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = {}
     json_schema: dict[str, Any] | None = None
     top_logprobs: int = 0
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,7 @@ class Renderer:
         written = after.removeprefix(before).replace(self.eos_text, "")
         parts = [*parser.feed(written), *parser.finish(ended=True)]
         calls = [part for part in parts if isinstance(part, ToolCall)]
-        return [replace(_CALLED, tool_calls=tuple(calls)).digest_input()] == [_CALLED.digest_input()]
+        return [_CALLED._replace(tool_calls=tuple(calls)).digest_input()] == [_CALLED.digest_input()]
 
 
 def _differ(left: str, right: str) -> str:
@@ -251,7 +250,7 @@ def _stand_in(answer: Message, *, whole: bool = False) -> Message:
 def _samples() -> Iterator[tuple[list[Message], Message, list[Message], list[dict[str, Any]] | None]]:
     """(history, answer, new messages, tools) of the shapes that agents send, each also with reasoning."""
     for thought in ("", "7 + 41 is 48."):
-        said, called, twice = (replace(message, reasoning=thought) for message in (_SAID, _CALLED, _CALLED_TWICE))
+        said, called, twice = (message._replace(reasoning=thought) for message in (_SAID, _CALLED, _CALLED_TWICE))
         yield [_USER], said, [_AGAIN], None
         yield [_USER, said, _AGAIN], said, [_USER], None
         yield [_SYSTEM, _USER], said, [_AGAIN], None

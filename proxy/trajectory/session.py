@@ -77,7 +77,7 @@ class Session:
         prefix = self._forced_prefix(request, placement)
         if not prefix:
             return placement
-        return replace(placement, ids=np.concatenate([placement.ids, self.renderer.encode(prefix)]), prefix=prefix)
+        return placement._replace(ids=np.concatenate([placement.ids, self.renderer.encode(prefix)]), prefix=prefix)
 
     def decide(self, placement: Placement, request: TurnRequest) -> Used:
         """Sampling in force for the turn that ``placement`` would become."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from proxy.trajectory.answer import FinishReason
 from proxy.trajectory.canonical import Message
@@ -27,8 +27,7 @@ class Outcome(enum.StrEnum):
     """Follows an earlier turn, but had to be rendered in full; the reason says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The decision about one request, before it becomes a turn.
 
     ``ids`` are the prompt tokens behind ``base`` (a span index, ROOT for a full

@@ -21,8 +21,7 @@ _SEVERAL = "several"
 ``[[kind, data, number of ids or null, whether they have log-probs], ...]``, its ids and log-probs are theirs joined."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class JournalRecord:
+class JournalRecord(NamedTuple):
     """One fact about a session, e.g. a chunk of sampled tokens.
 
     ``ids`` is int32[n]; ``logprobs`` is float32[n] for sampled tokens, None for others (a prompt). ``data`` is JSON.

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from proxy.app import AgentApp
-from proxy.asgi import App
+from proxy.asgi import GONE, App
 from proxy.control import control_app
 from proxy.testing import CONTROL_KEY, ProxyServer, toy_ids, write_toy_model
 from workers.engines.script import Play
@@ -139,6 +139,7 @@ async def _call(app: App, case: schemathesis.Case, body: bytes, headers: dict[st
         "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()],
         "server": ("127.0.0.1", 80),
         "client": ("127.0.0.1", 1),
+        GONE: asyncio.get_running_loop().create_future(),
     }
     async with asyncio.timeout(20):
         await app(scope, receive, send)

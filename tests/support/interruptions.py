@@ -10,6 +10,7 @@ import orjson
 from spoken import Spoken
 
 from proxy.app import AgentApp
+from proxy.asgi import GONE
 from proxy.trajectory.turn import Choice
 from workers.engines.scripted import ScriptedEngine
 
@@ -61,7 +62,7 @@ class Call:
     ) -> None:
         self.sent: list[dict[str, Any]] = []
         self._gate = gate
-        self._gone = asyncio.Event()
+        self._gone = asyncio.get_running_loop().create_future()
         data = orjson.dumps(body)
         self._body = [{"type": "http.request", "body": data[:7] if broken else data, "more_body": broken}]
         named = {"authorization": f"Bearer {bench.session['api_key']}", **(headers or {})}
@@ -70,12 +71,14 @@ class Call:
             "method": "POST",
             "path": f"/s/{bench.session['session']}{spoken.path}",
             "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+            GONE: self._gone,
         }
         app = AgentApp(bench.proxy.service.sessions, _nothing)
         self.task = asyncio.create_task(app(scope, self._receive, self._send), name="agent's call")
 
     def hang_up(self) -> None:
-        self._gone.set()
+        if not self._gone.done():
+            self._gone.set_result(None)
 
     @property
     def data(self) -> bytes:
@@ -85,7 +88,7 @@ class Call:
     async def _receive(self) -> dict[str, Any]:
         if self._body:
             return self._body.pop(0)
-        await self._gone.wait()
+        await asyncio.shield(self._gone)
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:

@@ -11,8 +11,8 @@ Tokens are always ids. An engine never sees text, except in :attr:`Sampling.stop
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,7 @@ def outside(ids: TokenIds | Iterable[int], vocab_size: int) -> int | None:
     return int(wrong[0]) if wrong.size else None
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How one generation is sampled."""
 
     max_new_tokens: int
@@ -53,7 +52,7 @@ class Sampling:
     """Of this request's draws. Real servers draw their own, unless ``engine.deterministic`` is set."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = {}
     """Token id -> number added to its logit; log-probs are of the distribution that comes of it."""
     json_schema: str | None = None
     """JSON text of the schema that the output must follow."""
@@ -72,8 +71,7 @@ FEATURES: dict[str, frozenset[str]] = {
 """Kind of engine -> what it supports of :class:`Sampling` beyond temperature, top-p, top-k, stops and seeds."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Output tokens ``[start, end)`` of one request were sampled under ``version``; None: the engine cannot say."""
 
     version: int | None
@@ -81,8 +79,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """Why a generation ended."""
 
     kind: FinishKind
@@ -92,8 +89,7 @@ class Finish:
     """``abort``: what the engine said."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Newly generated tokens of one generation.
 
     Built by an adapter, read by the generation's owner. ``len(ids) == len(logprobs)``; both may be empty, e.g. on the

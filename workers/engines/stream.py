@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -51,7 +50,7 @@ def joined(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
                 held = chunk
             elif held.version == chunk.version and bool(held.tops) == bool(chunk.tops) and held.spans is None:
                 ids, logprobs, tops = held.ids + chunk.ids, held.logprobs + chunk.logprobs, held.tops + chunk.tops
-                held = replace(chunk, ids=ids, logprobs=logprobs, tops=tops)
+                held = chunk._replace(ids=ids, logprobs=logprobs, tops=tops)
             else:
                 yield held
                 held = chunk

@@ -12,7 +12,7 @@ import contextlib
 import re
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class VllmEngine(HttpEngine):
                     self._stream("inference/v1/generate", body, reader, whole=sampling.whole)
                 ) as chunks:
                     async for chunk in chunks:
-                        yield chunk if chunk.finish is not None else replace(chunk, spans=watched.news())
+                        yield chunk if chunk.finish is not None else chunk._replace(spans=watched.news())
         finally:
             self._live.discard(request_id)
 

@@ -1,10 +1,14 @@
-"""What uvicorn writes piece by piece leaves in one."""
+"""What uvicorn writes piece by piece leaves in one, and a client that goes is noticed."""
 
 from __future__ import annotations
 
 import asyncio
 
-from proxy.server import Joined
+import pytest
+from uvicorn.server import ServerState
+
+from proxy.asgi import GONE, Receive, Scope, Send
+from proxy.server import Joined, Protocol, settings
 
 
 class Wire(asyncio.Transport):
@@ -14,6 +18,7 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.written: list[bytes] = []
         self.closed = False
+        self.reading = True
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         self.written.append(data)
@@ -23,6 +28,12 @@ class Wire(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
 
 
 async def test_a_head_and_its_body_are_one_write() -> None:
@@ -54,3 +65,22 @@ async def test_nothing_is_written_to_a_connection_that_broke() -> None:
     wire.closed = True
     await asyncio.sleep(0)
     assert wire.written == []
+
+
+@pytest.mark.parametrize("length", [3, 1_000_000])
+async def test_a_client_that_goes_before_its_answer_is_noticed_however_long_its_body_was(length: int) -> None:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await scope[GONE]
+
+    wire, config = Wire(), settings(app, log_level="warning", shutdown_s=1)
+    protocol = Protocol(config, ServerState(), {})
+    protocol.connection_made(wire)
+    protocol.data_received(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % length + b"x" * length)
+    await asyncio.sleep(0)
+    assert wire.reading
+    assert not scopes[0][GONE].done()
+    protocol.connection_lost(None)
+    assert scopes[0][GONE].done()
