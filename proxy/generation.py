@@ -42,7 +42,7 @@ from storage.errors import (
     SeamlessFlowError,
 )
 from storage.journal import JournalRecord
-from workers.engines.base import Chunk, Sampling
+from workers.engines.base import Chunk, Sampling, TokenIds, written
 
 _PAUSES_S = (0.02, 0.1, 0.3, 1.0)
 """Between segments that brought no token."""
@@ -203,9 +203,10 @@ class Generation:
         segment = Segment(
             number, route.node, route.lease, route.engine_kind, rid, route.epoch, route.version, seed, start, start
         )
-        prompt = self._session.prompt_ids(self.turn)
+        end = self.turn.prompt_end
+        prompt: TokenIds = written(self._session.tree.path_ids(end), self._session.tree.path_json(end))
         if start:
-            prompt = np.concatenate([prompt, np.asarray(recording.ids, np.int32)])
+            prompt = np.concatenate([np.asarray(prompt), np.asarray(recording.ids, np.int32)])
         self._session.affinity = route.lease
         upstream = Upstream(use.engine, prompt, sampling, request_id=rid, salt=f"wv:{route.version}")
         self._upstream = upstream

@@ -61,7 +61,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self.flow.resume_reading()  # a long body stops it, and a client that goes would not be noticed
+        if not self.pipeline:
+            self.flow.resume_reading()  # a long body stops it, and a client that goes would not be noticed
 
 
 class Joined(asyncio.Transport):

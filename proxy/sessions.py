@@ -29,7 +29,7 @@ from storage.ledger import Ledger, ProxyRecord, SampleKey, SessionRecord
 
 KEEP_TOKENS = 8_000_000
 """Tokens of the sessions that stay in memory; those that nobody used for longest are dropped, and rebuilt when asked
-for. A token of a prompt takes about 5 bytes, a sampled one up to 90."""
+for. A token of a prompt takes about 10 bytes, a sampled one up to 90."""
 
 _log = logging.getLogger(__name__)
 

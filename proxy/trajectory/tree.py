@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -53,6 +54,8 @@ class Span:
     """Completions only: whether a prompt may run through it (its generation ended by itself)."""
     children: dict[int, list[int]] = field(default_factory=dict)
     """First token -> indices of child spans that begin with it."""
+    text: bytes = b""
+    """``ids`` in JSON, without brackets; empty until it is asked for."""
 
 
 class Tree:
@@ -120,6 +123,16 @@ class Tree:
         """All token ids from the root to the end of span ``end``."""
         parts = [self.spans[index].ids for index in self.path(end)]
         return np.concatenate(parts) if parts else _NO_IDS
+
+    def path_json(self, end: int) -> bytes:
+        """:meth:`path_ids` as a JSON array. Each span is written once, however many prompts begin with it."""
+        parts = []
+        for index in self.path(end):
+            span = self.spans[index]
+            if not span.text:
+                span.text = orjson.dumps(span.ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            parts.append(span.text)
+        return b"[%b]" % b",".join(parts)
 
     def depth(self, end: int) -> int:
         """Tokens on the path to ``end``."""
@@ -202,7 +215,7 @@ class Tree:
         siblings = self._children(tail.parent)[int(tail.ids[0])]
         siblings[siblings.index(index)] = new
         tail.ids, tail.logprobs, tail.versions = tail.ids[at:], tail.logprobs[at:], tail.versions[at:]
-        tail.parent = new
+        tail.parent, tail.text = new, b""
         front.children[int(tail.ids[0])] = [index]
         return new
 

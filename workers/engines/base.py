@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -25,6 +26,28 @@ FinishKind = Literal["stop", "length", "abort"]
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 """A prompt. The array is what the proxy has; adapters send it without a list in between."""
+
+
+class WrittenIds(NDArray[np.int32]):
+    """A prompt whose JSON is known already; made by :func:`written`. A part of it, or a copy, has none."""
+
+    json: bytes = b""
+
+
+def written(ids: NDArray[np.int32], json: bytes) -> WrittenIds:
+    """``ids``, which are ``json``: for who sends the same beginning again and again."""
+    prompt = ids.view(WrittenIds)
+    prompt.json = json
+    return prompt
+
+
+def in_json(ids: TokenIds) -> Any:
+    """A prompt as a value that orjson writes with ``OPT_SERIALIZE_NUMPY``."""
+    if isinstance(ids, WrittenIds) and ids.json:
+        return orjson.Fragment(ids.json)
+    if isinstance(ids, np.ndarray):
+        return np.asarray(ids)
+    return ids if isinstance(ids, list) else list(ids)
 
 
 def outside(ids: TokenIds | Iterable[int], vocab_size: int) -> int | None:

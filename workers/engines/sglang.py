@@ -9,11 +9,21 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 
 from storage.errors import EngineError, EngineProtocolError, EngineRejected
-from workers.engines.base import Chunk, EngineInfo, Loaded, PauseMode, Sampling, Stats, TokenIds, Transfer, outside
+from workers.engines.base import (
+    Chunk,
+    EngineInfo,
+    Loaded,
+    PauseMode,
+    Sampling,
+    Stats,
+    TokenIds,
+    Transfer,
+    in_json,
+    outside,
+)
 from workers.engines.http import GATHER_S as GATHER_S
 from workers.engines.http import HttpEngine
 from workers.engines.stream import StreamReader, parse_version
@@ -149,7 +159,7 @@ def _generate_body(ids: TokenIds, sampling: Sampling, request_id: str, salt: str
         parameters["json_schema"] = sampling.json_schema
     body: dict[str, Any] = {
         "rid": request_id,
-        "input_ids": ids if isinstance(ids, list | np.ndarray) else list(ids),
+        "input_ids": in_json(ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "stream": True,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from storage.errors import EngineRejected, EngineUnavailable
-from workers.engines.base import Chunk, Finish, Sampling, TokenIds, outside
+from workers.engines.base import Chunk, Finish, Sampling, TokenIds, in_json, outside
 from workers.engines.stream import StreamReader, parse_version
 
 PREFIX = "generate-tokens-"
@@ -69,7 +68,7 @@ def generate_body(ids: TokenIds, sampling: Sampling, request_id: str, salt: str)
         parameters["structured_outputs"] = {"json": sampling.json_schema}
     body: dict[str, Any] = {
         "request_id": request_id,
-        "token_ids": ids if isinstance(ids, list | np.ndarray) else list(ids),
+        "token_ids": in_json(ids),
         "sampling_params": parameters,
         "stream": True,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,18 @@ def test_equal_prompts_are_one_span_and_differing_ones_share_their_beginning():
     assert tree.path_ids(first).tolist() == [1, 2, 3, 4]
     assert tree.path_ids(other).tolist() == [1, 2, 9]
     assert tree.tokens("prompt") == 5
+
+
+def test_the_json_of_a_path_is_that_of_its_ids_also_when_a_span_was_split_since():
+    tree = Tree()
+    prompt, _ = tree.insert_prompt(ids(1, 2, 30))
+    answer = complete(tree, prompt, "a", 5, 600, 7)
+    assert json.loads(tree.path_json(answer)) == [1, 2, 30, 5, 600, 7]
+    other, _ = tree.insert_prompt(ids(1, 2, 30, 5, 9))
+    forked, _ = tree.insert_prompt(ids(1, 4))
+    for end in (prompt, answer, other, forked):
+        assert json.loads(tree.path_json(end)) == tree.path_ids(end).tolist()
+    assert tree.path_json(ROOT) == b"[]"
 
 
 def test_equal_completions_stay_two_samples():

@@ -144,8 +144,7 @@ async def test_removed_records_are_gone_and_their_tokens_still_count(database_ur
 
 async def test_a_record_that_cannot_be_written_fails_its_caller_and_leaves_nothing(journal: Journal) -> None:
     await journal.append(chunk("s", 1))
-    unfit = JournalRecord("new", "chunk", {"n": 1}, np.array([2], dtype=np.int32))
-    object.__setattr__(unfit, "kind", None)
+    unfit = JournalRecord("new", None, {"n": 1}, np.array([2], dtype=np.int32))  # type: ignore[arg-type]
     with pytest.raises(StorageError, match="not committed"):
         await journal.append(chunk("new", 2), chunk("another", 2), unfit)
     assert journal.open_sessions() == ["s"]
