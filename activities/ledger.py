@@ -264,7 +264,8 @@ class LedgerActivities:
 
     def _admit(self, task: AdmissionInput) -> None:
         spec, end = task.spec, data_end(task.spec)
-        until = policy_for(spec).admit_until(task.step, ended=self._ended(spec))
+        rule, ended = policy_for(spec), self._ended(spec)
+        until = rule.admit_until(task.step, ended=ended)
         self._ledger.set_admission(
             spec.run,
             TRAIN,
@@ -273,6 +274,8 @@ class LedgerActivities:
             samples_per_task=spec.algorithm.group_size,
             paused=task.paused,
             per_route=spec.engine.max_running,
+            fresh_from=rule.admit_until(task.step - 1, ended=ended) if task.step else None,
+            fresh_version=task.step,
         )
 
     def _flow(self, task: FlowInput) -> FlowView:

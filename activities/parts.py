@@ -10,9 +10,7 @@ from activities.layers import policy_for, selection_for
 from storage.ledger import Ledger, WaitingGroup
 from storage.manifests import Manifest, manifest_groups
 from workflows.messages import PartInput
-
-PARTS = 8
-"""Parts of a step at most: each costs a few events of history and a pass that is less well packed."""
+from workflows.scheduling.recall import part_of
 
 
 async def next_part(ledger: Ledger, task: PartInput) -> Manifest:
@@ -30,9 +28,9 @@ def _look(ledger: Ledger, task: PartInput) -> Manifest | None:
     oldest = rule.min_version(task.step)
     waiting = [g for g in ledger.waiting_groups(spec.run) if g.ordinal not in task.done and g.start_version >= oldest]
     useful = [g for g in waiting if not (spec.algorithm.drops_zero_variance and _teaches_nothing(g))]
-    if len(useful) < (task.least or -(-rule.groups_per_step // PARTS)):
-        return None
     room = max(0, rule.groups_per_step - len(task.done))
+    if len(useful) < (task.least or part_of(room)):
+        return None
     chosen = selection_for(spec)(useful, min(room, len(useful)))
     refs = ledger.waiting_refs(spec.run, chosen)
     if not refs:

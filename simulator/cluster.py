@@ -62,6 +62,8 @@ class Costs(_Part):
     """A batch is complete until the pool is asked for its nodes."""
     start_s: float = Field(default=56.0, ge=0)
     """Start of an engine on a node that came back (PEARL, table 3)."""
+    trainer_start_s: float = Field(default=0.0, ge=0)
+    """Start of the run until the first gang can train: groups are stocked meanwhile."""
     logprob_passes: int = Field(default=1, ge=0)
     """Forward passes over the batch before the update: 1 for ``old_logprobs: recompute``, 1 more for a reference."""
     train_fixed_s: float = Field(default=0.0, ge=0)

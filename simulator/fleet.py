@@ -191,6 +191,7 @@ class Fleet:
         for engine in self.engines():
             if engine.version < version:
                 engine.hold(stall, version)
+        self._rollout.synced()
         yield self._env.timeout(stall)
         self.syncing -= 1
         self._happened()

@@ -69,6 +69,9 @@ class Rollout:
         self._queue: deque[Session] = deque()
         self._admit_until = 0
         self._min_version = 0
+        self._version = 0
+        self._fresh_from: int | None = None
+        self._serving = self._behind = 0
         self._bound: Callable[[int], int] = lambda ended: 0
         self._next: list[Session] = []
         self._groups: dict[int, Group] = {}
@@ -85,17 +88,28 @@ class Rollout:
 
     # What is asked of it
 
-    def open_step(self, min_version: int, admit_until: Callable[[int], int]) -> None:
-        """A step begins: groups that older weights started are dropped from now on, and each is replaced by another.
+    def open_step(self, version: int, min_version: int, admit_until: Callable[[int], int]) -> None:
+        """The step that trains ``version`` begins, as soon as that is published: groups that were started by weights
+        older than ``min_version`` are dropped from now on, and each is replaced by another.
 
-        ``admit_until``: the ordinals below which tasks may start, by the number of groups that ended in vain.
+        ``admit_until``: the ordinals below which tasks may start, by the number of groups that ended in vain. Those
+        that were not admitted before wait until engines serve ``version``.
         """
         self._min_version = min_version
         self._bound = admit_until
+        self._version, self._fresh_from = version, self._admit_until if version else None
+        self.synced()
         for group in [g for g in self.ready.values() if g.start_version < min_version]:
             del self.ready[group.ordinal]
             self.stale.append(group)
         self._admit()
+
+    def synced(self) -> None:
+        """Engines serve other weights, or other engines serve."""
+        serving = [engine for engine in self._engines if engine.serving]
+        self._serving = len(serving)
+        self._behind = sum(engine.version < self._version for engine in serving)
+        self._start_more()
 
     def _admit(self) -> None:
         self._admit_until = max(self._admit_until, self._bound(len(self.stale)))
@@ -103,7 +117,15 @@ class Rollout:
 
     def facts(self) -> AdmissionFacts:
         return AdmissionFacts(
-            self.produced, self.running, self._admit_until, self._size, self._target, self._capacity or None
+            self.produced,
+            self.running,
+            self._admit_until,
+            self._size,
+            self._target,
+            self._capacity or None,
+            self._fresh_from,
+            self._serving,
+            self._behind,
         )
 
     @property
@@ -125,12 +147,14 @@ class Rollout:
             self._engines.append(engine)
         self._capacity += engine.seats
         self._offer(engine)
-        self._start_more()
+        self.synced()
         self._route()
 
     def take_back(self, engine: Engine, cut: Iterable[Session]) -> None:
         """An engine stopped: what it decoded goes on elsewhere, before anything new."""
         self._capacity -= engine.seats
+        self._serving -= 1
+        self._behind -= engine.version < self._version
         self._queue.extendleft(cut)
         self._route()
 

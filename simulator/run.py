@@ -23,6 +23,7 @@ from workflows.scheduling import roofline
 from workflows.scheduling.admission import supply
 from workflows.scheduling.model_cost import ModelCost
 from workflows.scheduling.pipeline import PipelinePolicy
+from workflows.scheduling.recall import part_of
 from workflows.scheduling.selection import Selection, ordinal_window
 from workflows.scheduling.switching import STAY, GroupFlow
 from workflows.scheduling.triggers import UPDATE, RolloutFacts
@@ -133,13 +134,15 @@ class Simulation:
             if self._policy.waits_for_sync:
                 yield from self._until_synced()
             admit_until = functools.partial(self._policy.admit_until, step)
-            self._rollout.open_step(self._policy.min_version(step), admit_until)
+            self._rollout.open_step(step, self._policy.min_version(step), admit_until)
             yield from self._step(step)
             if step + 1 == self._given.warm_up:
                 self._measure_from_now()
 
     def _step(self, step: int) -> Process:
         began, wanted = self._env.now, self._policy.groups_per_step
+        if step == 0:
+            yield self._env.timeout(self._costs.trainer_start_s)
         gang, self._kept = self._kept, None
         called = gang is None
         if gang is None and self._calls_early:
@@ -233,9 +236,9 @@ class Simulation:
         """Accumulate gradients over whatever is complete, until the batch is."""
         taken: list[Group] = []
         train_s = 0.0
-        while len(taken) < self._policy.groups_per_step:
-            fresh = self._rollout.take(self._policy.groups_per_step - len(taken))
-            if fresh:
+        while missing := self._policy.groups_per_step - len(taken):
+            if len(self._rollout.ready) >= part_of(missing):
+                fresh = self._rollout.take(missing)
                 self._wait.complete_at = self._env.now
                 gang, seconds = yield from self._train(gang, fresh, 0.0)
                 taken, train_s = taken + fresh, train_s + seconds

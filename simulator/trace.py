@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from simulator.cluster import Cluster, Costs, NodeKind
@@ -26,9 +25,9 @@ from workflows.scheduling.model_cost import ModelCost
 from workflows.spec import Tag
 
 VERSION = 1
-FIXED_SHARE = 0.3
-"""Part of a measured decode step that does not grow with the batch, as `seamlessflow node profile` has it for the tiny
-model and 24 sequences; at the measured batch it makes no difference."""
+FIXED_SEQUENCES = 10.0
+"""What a decode step costs however many sequences it has, in sequences: `seamlessflow node profile` of the tiny model
+has 30 % of a step of 24 as fixed. At the measured batch it makes no difference."""
 
 
 class MeasuredNode(BaseModel):
@@ -58,8 +57,10 @@ class Measured(BaseModel):
     model: dict[str, Any]
     """Its ``config.json``."""
     dtype: str
+    warm_up: int = Field(default=0, ge=0)
+    """First updates that are not in ``wall_s``, nor are rates measured in them: processes start meanwhile."""
     wall_s: float
-    """First request until the last update was committed."""
+    """Seconds that the other updates took, until the last was committed."""
     token_s: float = Field(gt=0)
     """Seconds of a decoded token in its session, at the run's own concurrency."""
     batch: float = Field(ge=1)
@@ -70,8 +71,17 @@ class Measured(BaseModel):
     rollout_to_train_s: float = Field(ge=0)
     train_to_rollout_s: float = Field(ge=0)
     claim_s: float = Field(default=0.0, ge=0)
+    trainer_start_s: float = Field(default=0.0, ge=0)
+    """First request until something was trained: ranks started meanwhile, and groups were stocked."""
     commit_s: float = Field(default=0.0, ge=0)
+    """End of an update until it is committed."""
     sync_s: float = Field(default=0.0, ge=0)
+    """Commit until a node that does not train decodes with the new weights; 0 unless rollout waits for them."""
+
+    def with_changes_of(self, other: Measured) -> Measured:
+        """The same rates with what another run of the same nodes measured of changes that this one never makes."""
+        names = ("rollout_to_train_s", "train_to_rollout_s", "commit_s", "sync_s")
+        return self.model_copy(update={name: getattr(other, name) for name in names})
 
     @property
     def model_cost(self) -> ModelCost:
@@ -82,6 +92,7 @@ class Measured(BaseModel):
         """A device that is as fast as the nodes were: all of a step is fixed or per sequence, none of it is bytes."""
         model = self.model_cost
         flops = roofline.TRAIN_PASSES * model.flops(1, 0)
+        sequence_s = self.token_s / (FIXED_SEQUENCES + self.batch)
         return DeviceProfile(
             name=f"measured in {self.run}",
             peak_flops=flops / self.train_token_s,
@@ -90,8 +101,8 @@ class Measured(BaseModel):
             prefill_efficiency=1.0,
             decode_efficiency=1.0,
             train_efficiency=1.0,
-            decode_step_s=self.token_s * FIXED_SHARE,
-            decode_sequence_s=self.token_s * (1 - FIXED_SHARE) / self.batch,
+            decode_step_s=sequence_s * FIXED_SEQUENCES,
+            decode_sequence_s=sequence_s,
             link_bandwidth=1e18,
         )
 
@@ -107,6 +118,7 @@ class Measured(BaseModel):
             claim_s=self.claim_s,
             commit_s=self.commit_s,
             train_fixed_s=self.train_fixed_s,
+            trainer_start_s=self.trainer_start_s,
             logprob_passes=0,
         )
         return Cluster(name=self.run, nodes=kinds, costs=costs, max_running=self.max_running)
@@ -172,14 +184,15 @@ def fit_token_s(sessions: Sequence[Timed], busy_s: float, max_running: int) -> f
     return min(sum(session.elapsed_s for session in sessions), busy_s * max_running) / max(1, written)
 
 
-def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """``(fixed, slope)`` of y over x, neither below 0; in proportion where x hardly varies."""
-    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    if len(xs) > 2 and xs.std() > 0.05 * xs.mean():
-        slope, fixed = np.polyfit(xs, ys, 1)
-        if slope > 0 and fixed >= 0:
-            return float(fixed), float(slope)
-    return 0.0, float(ys.sum() / max(1e-9, xs.sum()))
+def fit_update(tokens: Sequence[float], seconds: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+    """``(fixed, per_token)`` seconds of updates that took ``seconds`` in all; ``beside``: the part of each that was not
+    computing, as reading the batch and writing the checkpoint.
+
+    >>> fit_update([100, 200], [3.0, 5.0], [1.0, 1.0])
+    (1.0, 0.02)
+    """
+    fixed = median(beside)
+    return fixed, max(0.0, sum(seconds) - fixed * len(seconds)) / max(1e-9, sum(tokens))
 
 
 def lines_of(sessions: Sequence[Timed], token_s: float) -> tuple[Line, ...]:

@@ -17,7 +17,6 @@ from temporalio.workflow import ChildWorkflowHandle
 from workflows import calls
 from workflows.messages import EngineView, EvaluationInput, EvaluationOutcome
 from workflows.run_leases import Leases
-from workflows.scheduling import pipeline
 
 SYNC_SLACK = timedelta(minutes=5)
 """Beyond what one engine may take to load: after it, those that did not are out of service and not waited for."""
@@ -136,7 +135,7 @@ class Evaluations(Leases):
     def _spare(self) -> EngineView | None:
         """An engine that can stay at the newest weights: others roll out beside it, and its node does not train."""
         policy = self.policy()
-        others = len(pipeline.rollout_nodes(self.spec, policy.trainers)) > 1
+        others = len(self.rollers()) > 1
         idle = [e for e in self.serving() if e.node not in self.train_nodes() and self._can_have(e, self.version())]
         if policy.waits_for_sync or not others or not idle:
             return None

@@ -165,6 +165,11 @@ class Leases(Companions):
             return ()
         return pipeline.rollout_nodes(self.spec, self.policy().trainers)
 
+    def rollers(self) -> set[str]:
+        """Nodes that roll out between two updates: those the run file names for it, and guests that have an engine."""
+        named = pipeline.rollout_nodes(self.spec, self.policy().trainers)
+        return {*named, *(engine.node for engine in self.state.engines.values())}
+
     async def give_back(self, reason: str) -> None:
         """Give all nodes back; a gang in the midst of an update ends it first."""
         self.state.engines_wanted = False

@@ -23,7 +23,6 @@ from workflows.messages import (
 from workflows.run_evaluation import Evaluations
 from workflows.run_leases import MAX_LOSSES
 from workflows.scheduling.decision import Decision
-from workflows.scheduling.pipeline import rollout_nodes
 from workflows.scheduling.recall import next_share, recall_at
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_return, with_hindsight, worth_switching
 
@@ -170,7 +169,7 @@ class Steps(Evaluations):
             self.state.serving_at = None
         groups = GroupFlow(flow.ready, flow.wanted, flow.supply, flow.in_flight, flow.rate)
         ahead = self.policy().accumulates
-        alone = self._alone() if ahead else set(rollout_nodes(self.spec)) <= set(self.train_nodes())
+        alone = self._alone() if ahead else self.rollers() <= set(self.train_nodes())
         gain = gain_of_return(groups, alone=alone, train_s=self.state.trained_s if ahead else 0.0)
         cost = self.state.cost.total_s
         return worth_switching(gain, cost, what_for="rolling out until the next batch", batch_s=gain)

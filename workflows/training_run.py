@@ -100,9 +100,10 @@ class TrainingRun(Commands, Steps):
         await self.want_companions()
         await self.want_engines()
         self.state.started = True
-        nodes = ", ".join(pipeline.rollout_nodes(self.spec, self.policy().trainers))
+        named = ", ".join(pipeline.rollout_nodes(self.spec, self.policy().trainers))
+        nodes = "any node that can roll out" if self.spec.pool.nodes == "any" else f"one of the nodes {named}"
         in_queue = timedelta(seconds=self.spec.pool.queue_limit_s)
-        await self.wait_unpaused(f"one of the nodes {nodes}", lambda: bool(self.state.engines), in_queue)
+        await self.wait_unpaused(nodes, lambda: bool(self.state.engines), in_queue)
         await self.wait_unpaused(f"an engine on {nodes}", self.serves, ENGINE_LIMIT)
         await self._warm_trainer()
         await self.evaluate_if_due(first=True)

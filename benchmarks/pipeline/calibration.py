@@ -17,6 +17,8 @@ from workflows.spec import PipelineSpec
 
 FITTED = "off_policy"
 """The run whose record is used: one node decodes and the other trains all the time, so both rates are measured well."""
+CHANGES = "colocated"
+"""The run whose changes of role and loads of weights are used: the other one has none, and this one little else."""
 ON_POLICY = ("colocated", "disaggregated", "micro_batch")
 
 
@@ -34,6 +36,7 @@ def replayed(trace: Trace, like: Measured | None = None) -> Scenario:
         group_size=seen.group_size,
         target_in_flight=seen.target_in_flight,
         lending=JustInTime if asked.accumulates else Hysteresis,
+        warm_up=asked.warm_up,
     )
 
 
@@ -43,12 +46,13 @@ def predicted(trace: Trace, like: Measured | None = None) -> float:
 
 
 def calibrate(live: dict[str, Any]) -> float | None:
-    """Mean relative error with which the record of :data:`FITTED` predicts the wall clock of the other live runs.
+    """Mean relative error with which the records of :data:`FITTED` and :data:`CHANGES` predict the wall clock of the
+    other live runs.
 
-    ``live``: the result of ``run_live``. None if it holds no other run.
+    ``live``: the result of ``run_live``. None if it does not hold these and another run.
     """
     record = live.get("record")
-    if not record or FITTED not in record["runs"]:
+    if not record or not {FITTED, CHANGES} < set(record["runs"]):
         return None
     state = StateFolder(Path(record["state"]))
     stack.up(state, None, say=lambda line: None)  # the object store has the shards
@@ -61,15 +65,18 @@ def calibrate(live: dict[str, Any]) -> float | None:
 
 def compare(traces: dict[str, Trace]) -> float | None:
     """Print predictions beside what was measured; the mean relative error of those that were not fitted."""
-    fitted, errors = traces[FITTED], []
+    rates, errors = traces[FITTED], []
+    measured = rates.measured.with_changes_of(traces[CHANGES].measured)
+    fitted = rates.model_copy(update={"measured": measured})
     for name, trace in traces.items():
         wall_s = trace.measured.wall_s
-        from_other, own = predicted(fitted, trace.measured), predicted(trace)
-        if name != FITTED:
-            errors.append(abs(from_other / wall_s - 1))
-        said = "its own record" if name == FITTED else f"the record of {FITTED}"
+        from_others, own = predicted(fitted, trace.measured), predicted(trace)
+        known = name in (FITTED, CHANGES)
+        if not known:
+            errors.append(abs(from_others / wall_s - 1))
         print(
-            f"{name}: live {wall_s:.1f} s; simulated from {said} {from_other:.1f} s ({from_other / wall_s - 1:+.1%}), "
+            f"{name}: live {wall_s:.1f} s; simulated from the records of {FITTED} and {CHANGES} {from_others:.1f} s "
+            f"({from_others / wall_s - 1:+.1%}{', which is in sample' if known else ''}), "
             f"from its own {own:.1f} s ({own / wall_s - 1:+.1%})"
         )
     print()

@@ -39,7 +39,7 @@ from workflows.calls import run_id
 from workflows.spec import RunSpec
 
 PIPELINES = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
-TASKS = 400
+TASKS = 800
 POLL_S = 0.5
 END_LIMIT_S = 90.0
 
@@ -50,7 +50,8 @@ class LiveSettings:
 
     pipelines: tuple[str, ...] = PIPELINES
     steps: int = 5
-    groups_per_step: int = 16
+    groups_per_step: int = 64
+    """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
     target_in_flight: int = 64
     median_tokens: float = 260.0
@@ -97,7 +98,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
                 {"id": "node-a", "tags": ["rollout", "train"], "cores": [first]},
                 {"id": "node-b", "tags": ["rollout"], "cores": [second]},
             ],
-            "engine": {"kind": "embedded", "max_running": 48, "kv_tokens": 65536},
+            "engine": {"kind": "embedded", "max_running": 64, "kv_tokens": 65536},
             "algorithm": {"group_size": settings.group_size, "groups_per_step": settings.groups_per_step},
             "trainer": {"learning_rate": 1e-5},
             "pipeline": {
@@ -210,13 +211,18 @@ def table(result: dict[str, Any]) -> str:
     for name in PIPELINES:
         if name in result:
             f = result[name]
-            nodes = ", ".join(f"{n} {v:.1%} (switching {f['switching_s'][n]} s)" for n, v in f["idle_by_node"].items())
+            nodes = "; ".join(f"{n} {v:.1%}{_why(f['idle_s'][n])}" for n, v in f["idle_by_node"].items())
             lines.append(
                 f"{name:<14} {f['idle_fraction']:>7.1%} {f['tokens_per_s']:>9} {f['wall_s']:>7} "
                 f"{f['staleness_mean']:>6.2f} {f['train_s']:>8} {sum(f['control_cores'].values()):>8.2f}  {nodes}"
             )
     lines.append("control: cores that the control processes kept busy; they are not pinned and share the nodes' cores")
     return "\n".join([*lines, f"pre-empt signal to engine stopped, p50: {result['preempt_ms_p50']} ms"])
+
+
+def _why(idle_s: dict[str, float]) -> str:
+    reasons = [f"{reason} {seconds} s" for reason, seconds in idle_s.items() if seconds]
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _say(line: str) -> None:

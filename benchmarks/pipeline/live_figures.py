@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
 
 from temporalio.api.enums.v1 import EventType
@@ -54,14 +53,28 @@ def idle_fractions(intervals: Sequence[Interval], nodes: Iterable[str], window: 
     return {n: 1 - busy_s([i for i in intervals if i.node == n], window) / window.seconds for n in nodes}
 
 
-def switching_s(intervals: Sequence[Interval], node: str, window: Window) -> float:
-    """Seconds between one activity of a node and the start of another kind; they are idle too."""
+REASONS = {
+    ("generate", "train"): "to training",
+    ("train", "generate"): "to rollout",
+    ("train", "train"): "gang waits",
+    ("generate", "generate"): "no request",
+}
+"""What a pause of a node is, by what the node did before and behind it. ``gang waits``: for groups, or while an update
+is committed; ``to rollout`` ends with the first request."""
+
+
+def idle_s(intervals: Sequence[Interval], node: str, window: Window) -> dict[str, float]:
+    """Idle seconds of a node in the window, by reason; a pause that reaches over its end has none and is left out."""
     mine = sorted((i for i in intervals if i.node == node), key=lambda i: i.start)
-    total = 0.0
-    for before, after in pairwise(mine):
-        if before.kind != after.kind:
-            total += max(0.0, min(after.start, window.end) - max(before.end, window.start))
-    return total
+    found = dict.fromkeys(REASONS.values(), 0.0)
+    last: Interval | None = None
+    for interval in mine:
+        if last is not None:
+            pause = min(interval.start, window.end) - max(last.end, window.start)
+            found[REASONS[last.kind, interval.kind]] += max(0.0, pause)
+        if last is None or interval.end >= last.end:
+            last = interval
+    return {reason: round(seconds, 2) for reason, seconds in found.items()}
 
 
 def figures(intervals: Sequence[Interval], steps: Sequence[StepRecord], nodes: Sequence[str]) -> dict[str, object]:
@@ -73,7 +86,8 @@ def figures(intervals: Sequence[Interval], steps: Sequence[StepRecord], nodes: S
     return {
         "idle_fraction": round(fmean(idle.values()), 4),
         "idle_by_node": {node: round(value, 4) for node, value in idle.items()},
-        "switching_s": {node: round(switching_s(intervals, node, window), 2) for node in nodes},
+        "idle_s": {node: idle_s(intervals, node, window) for node in nodes},
+        "window_s": round(window.seconds, 2),
         "tokens_per_s": round(sum(step.metrics["tokens"] for step in later) / wall, 1),
         "wall_s": round(wall, 2),
         "staleness_mean": round(fmean(step.metrics["staleness_mean"] for step in later), 4),

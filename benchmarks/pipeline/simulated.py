@@ -24,9 +24,9 @@ PRESETS = (
 SIZES = (4, 32, 64, 1024, 10_000)
 STALENESS = 1
 ENDLESS = 100_000
-WARM_UP, STEPS = 2, 4
-"""Updates before the measured time, in which a run fills, and those that are measured."""
-SEARCH_WARM_UP, SEARCH_STEPS = 2, 2
+WARM_UP, STEPS = 4, 4
+"""Updates before the measured time, in which a run fills and what it had in stock is used up, and those measured."""
+SEARCH_WARM_UP, SEARCH_STEPS = 3, 2
 FEW, FEW_TIMES = 1024, 4
 """Where a step has no more samples than this, luck matters: so many times as many updates are measured."""
 LARGE_WARM_UP, LARGE_STEPS = 1, 1

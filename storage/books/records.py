@@ -149,6 +149,9 @@ class Admission:
     produced: int
     per_route: int | None = None
     """Sequences that the engine behind an open route decodes together; bounds what runs. None: nobody knows."""
+    fresh_from: int | None = None
+    """Tasks from this ordinal on wait until most engines serve weight version ``fresh_version``. None: none does."""
+    fresh_version: int | None = None
 
 
 @dataclass(frozen=True)

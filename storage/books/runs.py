@@ -70,16 +70,24 @@ class Runs(Part):
         samples_per_task: int,
         paused: bool = False,
         per_route: int | None = None,
+        fresh_from: int | None = None,
+        fresh_version: int | None = None,
     ) -> None:
         """Let the ordinals ``[0, admit_until)`` start, at most ``target_in_flight`` samples at a time.
 
         ``per_route``: sequences that the engine of each open route decodes together, which bounds what runs too.
+        ``fresh_from``: ordinals from which on tasks wait until most engines serve weight version ``fresh_version``.
 
         Raises:
             ConfigError: ``samples_per_task`` differs from what the stream started with.
         """
         limits = {"admit_until": admit_until, "target_in_flight": target_in_flight, "per_route": per_route}
-        values: dict[str, Any] = {**limits, "paused": paused}
+        values: dict[str, Any] = {
+            **limits,
+            "paused": paused,
+            "fresh_from": fresh_from,
+            "fresh_version": fresh_version,
+        }
         with self._db.write() as connection:
             lock_run(connection, run)
             here = (streams.c.run == run) & (streams.c.stream == stream)

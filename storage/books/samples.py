@@ -34,7 +34,10 @@ _QUEUED = (
     .order_by(samples.c.ordinal, samples.c.sample)
     .limit(sa.bindparam("limit"))
 )
-_ROUTES = sa.select(sa.func.count()).where(_matches(routes, "run"), routes.c.state.in_(("open", "held")))
+_BEHIND = sa.case((routes.c.version < sa.bindparam("version"), 1), else_=0)
+_ROUTES = sa.select(sa.func.count(), sa.func.sum(_BEHIND)).where(
+    _matches(routes, "run"), routes.c.state.in_(("open", "held"))
+)
 _SESSION = sa.select(sessions.c.session).where(_matches(sessions, *_KEY, "attempt")).limit(1)
 _CLOSE = (
     sessions.update()
@@ -200,19 +203,24 @@ def _close_sessions(connection: sa.Connection, key: SampleKey, attempt: int) -> 
 
 def _admission_facts(connection: sa.Connection, admission: sa.Row[Any]) -> AdmissionFacts:
     run, stream = admission.run, admission.stream
+    engines, behind = _routes(connection, run, admission.fresh_version or 0)
     return AdmissionFacts(
         produced=admission.produced,
         running=connection.scalar(_RUNNING, {"at_run": run, "at_stream": stream}) or 0,
         admit_until=admission.admit_until,
         samples_per_task=admission.samples_per_task,
         target_in_flight=admission.target_in_flight,
-        capacity=None if admission.per_route is None else _routes(connection, run) * admission.per_route,
+        capacity=None if admission.per_route is None else engines * admission.per_route,
+        fresh_from=admission.fresh_from,
+        engines=engines,
+        behind=behind,
     )
 
 
-def _routes(connection: sa.Connection, run: str) -> int:
-    """Engines of the run; a route that is held for new weights will be open again."""
-    return connection.scalar(_ROUTES, {"at_run": run}) or 0
+def _routes(connection: sa.Connection, run: str, version: int) -> tuple[int, int]:
+    """Engines of the run, and how many serve older weights; a route that is held for new ones will be open again."""
+    engines, behind = connection.execute(_ROUTES, {"at_run": run, "version": version}).one()
+    return engines or 0, int(behind or 0)
 
 
 def _start_again(

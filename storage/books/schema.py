@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 
-VERSION = 4
+VERSION = 5
 """Of the schema; older databases are brought up to it (:mod:`storage.books.upgrade`), others are refused."""
 
 metadata = MetaData()
@@ -81,6 +81,8 @@ streams = Table(
     Column("paused", Boolean, nullable=False),
     Column("produced", BigInteger, nullable=False),
     Column("per_route", Integer),
+    Column("fresh_from", BigInteger),
+    Column("fresh_version", Integer),
 )
 
 samples = Table(

@@ -38,12 +38,18 @@ def _from_3(connection: sa.Connection) -> None:
     _add(connection, streams.c.per_route)
 
 
+def _from_4(connection: sa.Connection) -> None:
+    """Streams know which tasks wait for the newest weights."""
+    _add(connection, streams.c.fresh_from)
+    _add(connection, streams.c.fresh_version)
+
+
 def _add(connection: sa.Connection, column: sa.Column[Any]) -> None:
     definition = CreateColumn(column).compile(dialect=connection.dialect)
     connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")
 
 
-_STEPS: Mapping[str, Callable[[sa.Connection], None]] = {"2": _from_2, "3": _from_3}
+_STEPS: Mapping[str, Callable[[sa.Connection], None]] = {"2": _from_2, "3": _from_3, "4": _from_4}
 """From a version to the next."""
 
 

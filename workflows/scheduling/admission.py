@@ -1,4 +1,9 @@
-"""How many sessions may run: bounded by what the engines decode and by what can be trained before it is too old."""
+"""How many sessions may run: bounded by what the engines decode and by what can be trained before it is too old.
+
+The tasks that new weights admit are counted on to be young: older weights that started them would have used up a part
+of the staleness bound before it began, and the group would be dropped for it. So they wait, from the publication on,
+until most engines serve these weights. Most, not all: one may be slow, or spared for an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,22 @@ class AdmissionFacts:
     target_in_flight: int
     capacity: int | None = None
     """Sequences that the engines with an open route decode together; None: not known, which bounds nothing."""
+    fresh_from: int | None = None
+    """Tasks from this ordinal on were admitted with the newest weights; None: it does not matter what starts them."""
+    engines: int = 0
+    """Those with an open route."""
+    behind: int = 0
+    """Of them, those that serve older weights than the newest."""
+
+    @property
+    def may_start_until(self) -> int:
+        """Tasks below this ordinal may start now.
+
+        >>> [AdmissionFacts(0, 0, 8, 2, 64, fresh_from=4, engines=3, behind=n).may_start_until for n in (1, 2)]
+        [8, 4]
+        """
+        waits = self.fresh_from is not None and 2 * self.behind > self.engines
+        return min(self.admit_until, self.fresh_from or 0) if waits else self.admit_until
 
 
 def in_flight_limit(target: int, capacity: int | None) -> int:
@@ -40,7 +61,7 @@ def may_start(facts: AdmissionFacts, queued: int = 0) -> tuple[int, int]:
     """
     free = max(0, in_flight_limit(facts.target_in_flight, facts.capacity) - facts.running)
     again = min(free, queued)
-    left = max(0, facts.admit_until * facts.samples_per_task - facts.produced)
+    left = max(0, facts.may_start_until * facts.samples_per_task - facts.produced)
     return again, min(free - again, left)
 
 

@@ -20,6 +20,18 @@ async def test_steps_go_on_while_an_engine_keeps_the_weights_that_are_judged(wor
     assert world.position("evaluated 1") < world.position("load 3 on b")
 
 
+async def test_an_engine_on_a_node_that_the_run_file_does_not_name_is_spared_too(world: FakeWorld) -> None:
+    named = [{"id": "a", "tags": ["rollout", "train"]}]
+    spec = world.spec(nodes=named, pool={"nodes": "any"}, pipeline={"steps": 2}, evaluation={"every": 1})
+    run = await world.start(spec)
+    await world.until("evaluated 0")
+    world.evaluations_open.clear()
+    await world.until("commit 0.1")
+    assert "begin load 2 on b" not in world.log
+    world.evaluations_open.set()
+    assert (await run.result()).steps == 2
+
+
 async def test_an_evaluation_is_missing_once_no_engine_can_have_its_weights_any_more(world: FakeWorld) -> None:
     run = await world.start(world.spec(pipeline={"steps": 2}, evaluation={"every": 1}))
     await world.until("evaluated 0")

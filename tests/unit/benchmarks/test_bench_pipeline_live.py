@@ -25,7 +25,7 @@ def test_a_node_is_busy_while_it_generates_or_trains_and_idle_while_it_changes_o
     ]
     found = figures(intervals, steps(5, 10, 20, 30), ["a", "b"])
     assert found["idle_by_node"] == {"a": 0.1, "b": 0.0}
-    assert found["switching_s"] == {"a": 1.0, "b": 0.0}
+    assert found["idle_s"]["a"] == {"to training": 1.0, "to rollout": 0.0, "gang waits": 0.0, "no request": 0.0}
     assert (found["idle_fraction"], found["wall_s"], found["tokens_per_s"]) == (0.05, 20.0, 10.0)
 
 

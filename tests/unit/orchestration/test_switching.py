@@ -86,6 +86,20 @@ def test_another_attempt_goes_before_a_new_sample_and_may_pass_the_staleness_bou
     assert may_start(AdmissionFacts(6, 4, 4, 2, 4), queued=1) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("engines", "behind", "new"),
+    [(2, 2, 0), (2, 1, 8), (3, 2, 0), (3, 1, 8), (0, 0, 8)],
+)
+def test_tasks_that_new_weights_admit_wait_until_most_engines_serve_them(engines: int, behind: int, new: int) -> None:
+    facts = AdmissionFacts(8, 1, 8, 2, 64, fresh_from=4, engines=engines, behind=behind)
+    assert may_start(facts) == (0, new), "one engine may be slow, or spared for an evaluation"
+
+
+def test_tasks_admitted_earlier_do_not_wait_for_new_weights() -> None:
+    facts = AdmissionFacts(6, 1, 8, 2, 64, fresh_from=4, engines=2, behind=2)
+    assert may_start(facts) == (0, 2)
+
+
 def test_supply_is_what_may_still_be_completed() -> None:
     assert supply(AdmissionFacts(8, 2, 6, 2, 4), complete=3) == 3
     assert supply(AdmissionFacts(8, 2, 2, 2, 4), complete=3) == 0

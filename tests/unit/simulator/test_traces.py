@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.pipeline.calibration import compare, predicted, replayed
 from simulator.run import simulate
-from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_line, fit_token_s, lines_of, read_trace
+from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_token_s, fit_update, lines_of, read_trace
 from storage.errors import ConfigError
 
 CONFIG = {
@@ -64,8 +64,8 @@ def test_the_time_of_a_token_is_told_from_the_agents_pauses() -> None:
 
 
 def test_what_an_update_costs_is_told_from_what_a_token_costs() -> None:
-    assert fit_line([100, 200, 400], [3, 4, 6]) == pytest.approx((2, 0.01))
-    assert fit_line([100, 100], [3, 3]) == pytest.approx((0, 0.03)), "nothing varies: all of it is per token"
+    assert fit_update([100, 200, 400], [3, 4, 6], [2, 1.9, 2.2]) == pytest.approx((2, 0.01))
+    assert fit_update([100, 100], [3, 3], [0, 0]) == pytest.approx((0, 0.03))
 
 
 def test_a_measured_node_decodes_and_trains_as_it_was_measured() -> None:
@@ -99,8 +99,17 @@ def test_a_run_is_predicted_from_the_record_of_another_one() -> None:
     told = replayed(seen, other)
     assert (told.policy.name, told.policy.steps, told.policy.staleness) == ("colocated", 2, 0)
     assert told.cluster == replayed(seen).cluster, "rates and costs are those of the record"
-    error = compare({"off_policy": seen, "colocated": seen.model_copy(update={"measured": other})})
-    assert error == round(abs(predicted(seen, other) / 10.0 - 1), 4), "what was fitted does not count"
+
+
+def test_what_one_run_cannot_measure_is_taken_from_another_and_neither_counts_as_predicted() -> None:
+    rates = trace(pipeline="off_policy", rollout_to_train_s=0, train_to_rollout_s=0)
+    changes = trace(pipeline="colocated", staleness=0, commit_s=0.3, sync_s=0.4)
+    other = trace(pipeline="disaggregated", staleness=0, wall_s=10.0)
+    told = rates.measured.with_changes_of(changes.measured)
+    assert (told.token_s, told.rollout_to_train_s, told.sync_s) == (TOKEN_S, 0.1, 0.4)
+    error = compare({"off_policy": rates, "colocated": changes, "disaggregated": other})
+    both = rates.model_copy(update={"measured": told})
+    assert error == round(abs(predicted(both, other.measured) / 10.0 - 1), 4)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"trace": 1}\n{}'])

@@ -9,8 +9,8 @@ from storage.ledger import TRAIN, Route
 RUN = "demo"
 
 
-def route(name: str, state: str = "open") -> Route:
-    return Route(name, RUN, name, f"http://{name}", "embedded", 1, 0, state)
+def route(name: str, state: str = "open", version: int = 0) -> Route:
+    return Route(name, RUN, name, f"http://{name}", "embedded", 1, version, state)
 
 
 def test_sessions_are_bounded_by_what_the_engines_with_a_route_decode(player: Any) -> None:
@@ -22,6 +22,18 @@ def test_sessions_are_bounded_by_what_the_engines_with_a_route_decode(player: An
     assert len(player.claim()) == 8, "a held route will be open again"
     player.ledger.put_route(route("c", "closed"))
     assert not player.claim()
+
+
+def test_tasks_that_new_weights_admit_wait_until_most_engines_serve_them(player: Any) -> None:
+    bounds = {"admit_until": 8, "target_in_flight": 64, "samples_per_task": 2, "fresh_from": 4, "fresh_version": 1}
+    player.ledger.set_admission(RUN, TRAIN, **bounds)
+    for name in ("a", "b"):
+        player.ledger.put_route(route(name))
+    assert len(player.claim()) == 8, "those admitted before"
+    player.ledger.put_route(route("c", "closed", version=1))
+    assert not player.claim()
+    player.ledger.put_route(route("a", version=1))
+    assert len(player.claim()) == 8
 
 
 def test_flow_tells_what_is_ready_under_way_and_may_still_come(player: Any) -> None:
