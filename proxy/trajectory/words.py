@@ -15,7 +15,7 @@ import re
 import unicodedata
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -37,6 +37,22 @@ _SPACE = _BYTES[32]
 _TRICKY = " \n\r\t'sStdDlLrRvVeE019a.!<_/\x1c\x0b"
 
 
+class _Kept(dict[str, bytes]):
+    """What ``make`` returns for a word, kept as far as that is worth it."""
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, word: str) -> bytes:
+        ids = self._make(word)
+        if len(self) >= _KEPT_WORDS:
+            self.clear()
+        if len(word) <= _LONG_WORD:
+            self[word] = ids
+        return ids
+
+
 class Words:
     """The words of one tokenizer. Made by :meth:`of`."""
 
@@ -48,7 +64,7 @@ class Words:
         self._added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         self._starts = {token[:2] for token in self._added}
         self._cut = cut
-        self._ids: dict[str, bytes] = {}
+        self._ids = _Kept(self._word)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Words | None:
@@ -61,22 +77,7 @@ class Words:
         """Ids of ``text``; None: ask the tokenizer, it is not plain ASCII."""
         if not text.isascii() or (any(s in text for s in self._starts) and any(t in text for t in self._added)):
             return None
-        words = self._cut.findall(text)
-        try:
-            packed = b"".join(map(self._ids.__getitem__, words))
-        except KeyError:
-            known = self._ids.get
-            packed = b"".join([known(word) or self._made(word) for word in words])
-        return np.frombuffer(packed, np.int32)
-
-    def _made(self, word: str) -> bytes:
-        known = self._ids
-        ids = self._word(word)
-        if len(known) >= _KEPT_WORDS:
-            known.clear()
-        if len(word) <= _LONG_WORD:
-            known[word] = ids
-        return ids
+        return np.frombuffer(b"".join(map(self._ids.__getitem__, self._cut.findall(text))), np.int32)
 
     def _word(self, word: str) -> bytes:
         """Packed ids of one word, which further pre-tokenizers may cut again."""
