@@ -112,7 +112,7 @@ def _settle() -> None:
     """What has been loaded stays: collections look at what came later only, and seldom: requests leave no cycles."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(100_000, 10, 100)
 
 
 def main() -> None:
