@@ -25,7 +25,6 @@
     │   ├── GangLost                a rank died: the gang restarts from the last checkpoint
     │   ├── BadBatch                a loss or gradient is no finite number; the weights are as before the step
     │   └── OutOfMemory             a rank had too little memory: the same settings would fail again
-    ├── AgentError                  the user's agent raised, hung or exited non-zero
     └── RewardError                 the user's reward raised, hung or returned something that is no finite number
 
 Errors carry a message that names the value, the place and what to do. They are
@@ -145,10 +144,6 @@ class BadBatch(TrainerError):
 
 class OutOfMemory(TrainerError):
     """A rank had too little memory for a step: the same settings would fail again."""
-
-
-class AgentError(SeamlessFlowError):
-    """The user's agent raised, hung or exited non-zero."""
 
 
 class RewardError(SeamlessFlowError):
