@@ -40,6 +40,8 @@ class Moment:
     """How long they computed."""
     rollout_s: float
     """From the beginning of the last step until its batch was complete."""
+    starved: bool
+    """Whether rollout had started all that it may when the update was made."""
     train_nodes: int
     rollout_nodes: int
     """Those that never train."""
@@ -92,7 +94,8 @@ class JustInTime(Hysteresis):
 
     def returns(self, moment: Moment) -> Decision:
         if moment.called:
-            self._share = next_share(self._share, moment.waited_s, moment.train_s, moment.rollout_s)
+            took = (moment.waited_s, moment.train_s, moment.rollout_s)
+            self._share = next_share(self._share, *took, starved=moment.starved)
         alone = not moment.rollout_nodes
         return self._decide(switching.gain_of_return(moment.flow, alone=alone, train_s=moment.train_s))
 

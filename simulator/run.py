@@ -191,7 +191,10 @@ class Simulation:
         trainers = sum(len(rack.members) for rack in self._trainers)
         others = sum(len(rack.members) for rack in self._racks) - trainers
         wait = self._wait
-        return Moment(flow, max(0, wait.groups), wait.seconds, wait.called, train_s, rollout_s, trainers, others)
+        starved = facts.produced >= facts.admit_until * facts.samples_per_task
+        return Moment(
+            flow, max(0, wait.groups), wait.seconds, wait.called, train_s, rollout_s, starved, trainers, others
+        )
 
     def _until_ready(self, began: float, wanted: int) -> Process:
         """Wait until the policy's trigger asks for an update that ``wanted`` groups make."""

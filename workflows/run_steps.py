@@ -121,7 +121,7 @@ class Steps(Evaluations):
             state.replay = tuple(m for m in state.replay if m.step >= state.step)
             state.last_metrics = result.metrics
             self.dirty = True
-            await self._change_back()
+            await self._change_back(result)
             self.set_phase("training")
             await self.evaluate_if_due(first=False)
             return
@@ -147,7 +147,7 @@ class Steps(Evaluations):
 
     # Changes of roles
 
-    async def _change_back(self) -> None:
+    async def _change_back(self, result: StepResult) -> None:
         """An update is made: the train nodes return to rollout, unless they never roll out or it would not pay."""
         policy, done = self.policy(), f"step {self.state.step - 1} is trained"
         gives_back = self.state.paused is not None and self.state.paused.give_back
@@ -155,18 +155,22 @@ class Steps(Evaluations):
         if self.over() or gives_back or (preempts and policy.holds_rollout):
             await self.let_gang_go(done)
         elif preempts and self.state.gang is not None:
-            decision = await self._worth_returning()
+            decision = await self._worth_returning(result)
             self._remember(self.state.step, decision)
             if decision.what != STAY:
                 await self.let_gang_go(f"{done}; {decision.why}")
 
-    async def _worth_returning(self) -> Decision:
+    async def _worth_returning(self, result: StepResult) -> Decision:
         since = self.state.serving_at
         ask = FlowInput(spec=self.spec, step=self.state.step, nodes=self.train_nodes(), since=since or 0.0)
         flow = await calls.locally("group_flow", ask, FlowView, summary="how groups come in")
         if since is not None and flow.decoding is not None:
             self.state.cost = self.state.cost.with_measured("first_token", flow.decoding - since)
             self.state.serving_at = None
+        if result.waited_s is not None:
+            took = (result.waited_s, result.trained_s, result.rollout_s)
+            starved = flow.supply <= flow.in_flight
+            self.state.recall_share = next_share(self.state.recall_share, *took, starved=starved)
         groups = GroupFlow(flow.ready, flow.wanted, flow.supply, flow.in_flight, flow.rate)
         ahead = self.policy().accumulates
         alone = self._alone() if ahead else self.rollers() <= set(self.train_nodes())
@@ -181,9 +185,6 @@ class Steps(Evaluations):
         if result.load_s is not None:
             self.state.cost = self.state.cost.with_measured("load", result.load_s)
         self.state.trained_s = result.trained_s
-        if result.waited_s is not None:
-            took = (result.waited_s, result.trained_s, result.rollout_s)
-            self.state.recall_share = next_share(self.state.recall_share, *took)
         cost = self.state.cost.total_s
         if result.claimed_at is not None and cost is not None:
             self.state.switches = tuple(_hindsight(record, result.claimed_at, cost) for record in self.state.switches)

@@ -90,14 +90,14 @@ def test_groups_that_are_accumulated_as_they_complete_are_never_older_than_the_b
     assert [step.groups for step in result.steps] == [8] * 4
 
 
-@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), max_size=40), st.integers(1, 512))
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, st.booleans()), max_size=40), st.integers(1, 512))
 def test_train_nodes_are_called_for_at_least_one_group_and_for_no_more_than_a_batch(
-    steps: list[tuple[float, float, float]], wanted: int
+    steps: list[tuple[float, float, float, bool]], wanted: int
 ) -> None:
     share = FIRST_SHARE
-    for waited_s, train_s, rollout_s in steps:
-        before, share = share, next_share(share, waited_s, train_s, rollout_s)
-        assert share >= before if waited_s > PATIENCE * train_s else share <= before
+    for waited_s, train_s, rollout_s, starved in steps:
+        before, share = share, next_share(share, waited_s, train_s, rollout_s, starved=starved)
+        assert share >= before if waited_s > PATIENCE * train_s or not starved else share <= before
         assert 1 <= recall_at(share, wanted) <= wanted
 
 

@@ -18,21 +18,22 @@ EARLIER, MOST_LATER = 0.05, 0.3
 """Steps of :func:`next_share`: the one down, and the largest one up."""
 
 
-def next_share(share: float, waited_s: float, train_s: float, rollout_s: float) -> float:
+def next_share(share: float, waited_s: float, train_s: float, rollout_s: float, *, starved: bool) -> float:
     """Share of the next batch that has to be complete when train nodes are called.
 
-    Called early they wait for groups, called late the batch is complete and rollout waits for the update. So the share
-    falls until they wait. Where they waited for more than :data:`PATIENCE` of the time they computed, it rises by what
-    rollout completed in the time beyond that, of the ``rollout_s`` that the whole batch took; by all of ``waited_s``
-    they would be late in the next step, which costs every node, not only them.
+    Called early they wait for groups. Called late the batch is complete and waits for its update, which costs nothing
+    while rollout has tasks to start, and every node once it has not: it is ``starved``. So the share falls as long as
+    rollout is, until they wait. Where they waited for more than :data:`PATIENCE` of the time they computed, it rises by
+    what rollout completed in the time beyond that, of the ``rollout_s`` that the whole batch took; by all of
+    ``waited_s`` they would be late in the next step.
 
-    >>> round(next_share(0.5, waited_s=3.0, train_s=10.0, rollout_s=20.0), 2)
+    >>> round(next_share(0.5, waited_s=3.0, train_s=10.0, rollout_s=20.0, starved=True), 2)
     0.62
-    >>> round(next_share(0.5, waited_s=0.2, train_s=10.0, rollout_s=20.0), 2)
-    0.45
+    >>> [round(next_share(0.5, waited_s=0.2, train_s=10.0, rollout_s=20.0, starved=lack), 2) for lack in (True, False)]
+    [0.45, 0.5]
     """
     if waited_s <= PATIENCE * train_s:
-        return max(LEAST_SHARE, share - EARLIER)
+        return max(LEAST_SHARE, share - EARLIER) if starved else share
     later = (waited_s - PATIENCE * train_s) / rollout_s if rollout_s > waited_s else 1.0
     return min(1.0, share + min(MOST_LATER, later))
 
