@@ -47,6 +47,7 @@ from workflows.messages import (
     PolicyView,
     RewindInput,
     RunStart,
+    StateRef,
     WeightsRef,
 )
 from workflows.spec import RunSpec
@@ -313,6 +314,8 @@ class LedgerActivities:
             digest=checkpoint.digest,
             weights_path=checkpoint.weights.path,
             weights_digest=checkpoint.weights.digest,
+            critic_path=checkpoint.critic.path if checkpoint.critic else None,
+            critic_digest=checkpoint.critic.digest if checkpoint.critic else None,
             metrics=task.metrics,
             dropped=task.dropped,
         )
@@ -338,6 +341,7 @@ def _checkpoint_ref(found: Checkpoint) -> CheckpointRef:
         path=found.path,
         digest=found.digest,
         weights=weights,
+        critic=StateRef(path=found.critic_path, digest=found.critic_digest or "") if found.critic_path else None,
     )
 
 

@@ -153,7 +153,8 @@ class NodeActivities:
         """Send one batch to the node's ranks; a repeated call joins the running update or gets its result."""
         self._epochs.admit(task.epoch)
         with self._tokens.kept():
-            return self._meter.noted(await beating(self._gangs["trainer"].update(task)))
+            outcome = await beating(self._gangs[task.role].update(task))
+            return self._meter.noted(outcome) if task.role == "trainer" else outcome
 
     @activity.defn(name="accumulate")
     async def accumulate(self, task: TrainTask) -> TrainInterval:

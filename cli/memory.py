@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from cli.runfile import Location
+from workflows.scheduling.pipeline import trainer_ranks
 from workflows.spec import ModelSpec, NodeSpec, RunSpec
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -48,20 +49,35 @@ def node_bytes(spec: RunSpec, node: NodeSpec, parameters: int) -> int:
     if "rollout" in node.tags:
         base = SERVER_BYTES if spec.engine.kind in ("sglang", "vllm") else BASE_BYTES
         total += base + weights + spec.engine.kv_tokens * kv_bytes_per_token(spec.model)
+    apart = set(spec.algorithm.companions_apart)
+    held = set(spec.algorithm.companions) - apart
     if "train" in node.tags:
-        gang = sum(other.ranks for other in spec.nodes if "train" in other.tags)
-        # Master weights and two Adam moments in float32. A rank that starts has the weights whole at every stage.
-        states = 12 * parameters if spec.model.dtype == "bfloat16" else 8 * parameters
-        split = gang if spec.trainer.zero_stage else 1
-        gradients = weights // gang if spec.trainer.zero_stage >= 2 else weights
-        held = set(spec.algorithm.companions) - set(spec.algorithm.companions_apart)
+        gang = trainer_ranks(spec)
         trained = 2 if "critic" in held else 1
-        kept = weights // gang if spec.trainer.zero_stage == 3 else weights
-        frozen = kept if "reference" in held else 0
-        total += node.ranks * (BASE_BYTES + trained * (weights + gradients + states // split) + frozen)
-    if "reference" in node.tags and "reference" in spec.algorithm.companions_apart:
-        total += node.ranks * (BASE_BYTES + (weights // node.ranks if spec.trainer.zero_stage == 3 else weights))
+        frozen = _kept_bytes(spec, weights, gang) if "reference" in held else 0
+        total += node.ranks * (BASE_BYTES + trained * _trained_bytes(spec, parameters, gang) + frozen)
+    if "critic" in node.tags & apart:
+        gang = sum(other.ranks for other in spec.nodes if "critic" in other.tags)
+        total += node.ranks * (BASE_BYTES + _trained_bytes(spec, parameters, gang))
+    if "reference" in node.tags & apart:
+        total += node.ranks * (BASE_BYTES + _kept_bytes(spec, weights, node.ranks))
     return total
+
+
+def _trained_bytes(spec: RunSpec, parameters: int, gang: int) -> int:
+    """Of one rank for one model that is trained by so many.
+
+    Master weights and two Adam moments in float32. A rank that starts has the weights whole at every stage.
+    """
+    weights = parameters * BYTES[spec.model.dtype]
+    states = 12 * parameters if spec.model.dtype == "bfloat16" else 8 * parameters
+    gradients = weights // gang if spec.trainer.zero_stage >= 2 else weights
+    return weights + gradients + states // (gang if spec.trainer.zero_stage else 1)
+
+
+def _kept_bytes(spec: RunSpec, weights: int, gang: int) -> int:
+    """Of one rank for one model that never changes."""
+    return weights // gang if spec.trainer.zero_stage == 3 else weights
 
 
 def count_parameters(folder: Path) -> int:

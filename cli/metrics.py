@@ -44,6 +44,7 @@ OF_THE_BATCH = {
     "seconds_claim": "Seconds from the start of the step to the claim of its batch.",
     "seconds_companions": "Seconds from then until models that have nodes of their own had computed the batch.",
     "seconds_acquire": "Seconds from the claim until the trainer gang was ready.",
+    "seconds_critic": "Seconds of the critic's update behind it, where the critic has nodes of its own.",
     "seconds_step_training": "Seconds from then until every member had trained.",
 }
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 COLUMN_OF = {"reference": "reference_logprob", "critic": "value"}
 """By role of the model, the column it writes: log-probs at the sampling temperature in nats, values in rewards."""
+RETURN = "return"
+"""What the trainer writes for a critic apart: what each value should have been."""
 SCHEMA_VERSION = "1"
 _SCHEMA = pa.schema(
     [("ordinal", pa.int64()), ("span", pa.int32()), ("offset", pa.int32()), ("value", pa.float32())],
@@ -66,9 +68,12 @@ def decode_column(data: bytes) -> Column:
         raise IntegrityError(f"not a readable column ({len(data)} bytes): {error}") from error
 
 
-def key_for(run: str, name: str, manifest_digest: str, share: int, shares: int) -> str:
-    """Object key of one share of what a model says of a manifest's tokens: who computes it again finds it there."""
-    return f"runs/{run}/columns/{manifest_digest}-{name}-{share + 1}.{shares}.arrow"
+def key_for(run: str, name: str, manifest_digest: str, by: str, share: int = 0, shares: int = 1) -> str:
+    """Object key of one share of what a model says of a manifest's tokens: who computes it again finds it there.
+
+    ``by``: the state of the model.
+    """
+    return f"runs/{run}/columns/{manifest_digest}-{name}-{by}-{share + 1}.{shares}.arrow"
 
 
 def write_column(store: ObjectStore, key: str, column: Column) -> str:

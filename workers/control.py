@@ -57,17 +57,22 @@ AUDIT_EVERY = timedelta(seconds=60)
 PROXY_LIMIT_S = 20.0
 
 
-def control_worker(client: Client, activities: list[Callable[..., Any]]) -> Worker:
-    """A worker for every workflow of ours and the given activities, on the control queue."""
+def workflow_runner() -> SandboxedWorkflowRunner:
+    """What keeps workflows from the world: they may import no more than these."""
     restrictions = SandboxRestrictions.default.with_passthrough_modules(
         "workflows", "pydantic", "pydantic_core", "annotated_types", "storage.errors"
     )
+    return SandboxedWorkflowRunner(restrictions=restrictions)
+
+
+def control_worker(client: Client, activities: list[Callable[..., Any]]) -> Worker:
+    """A worker for every workflow of ours and the given activities, on the control queue."""
     return Worker(
         client,
         task_queue=CONTROL_QUEUE,
         workflows=WORKFLOWS,
         activities=activities,
-        workflow_runner=SandboxedWorkflowRunner(restrictions=restrictions),
+        workflow_runner=workflow_runner(),
         max_cached_workflows=2000,
         max_concurrent_activities=100,
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),

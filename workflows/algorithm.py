@@ -118,8 +118,10 @@ class AlgorithmSpec(Spec):
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     critic: str | None = None
-    """Directory of the model that the critic of ``gae`` starts from, with a new head; None: the run's model. It is on
-    the trainer's nodes."""
+    """Directory of the model that the critic of ``gae`` starts from, with a new head; None: the run's model."""
+    critic_on: Literal["trainer", "own"] = "trainer"
+    """``trainer``: the trainer's ranks hold and train the critic. ``own``: the nodes with the tag ``critic`` do, all of
+    them together, and nothing else for the run."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
     """Of the critic's AdamW; None: 1e-5."""
     critic_warmup: int = Field(default=0, ge=0)
@@ -156,7 +158,7 @@ class AlgorithmSpec(Spec):
     @property
     def companions_apart(self) -> tuple[Companion, ...]:
         """Those of :attr:`companions` that are on nodes of their own, with a lease of their own."""
-        own = {"reference": self.reference_on == "own", "critic": False}
+        own = {"reference": self.reference_on == "own", "critic": self.critic_on == "own"}
         return tuple(name for name in self.companions if own[name])
 
     @property
@@ -215,7 +217,10 @@ class AlgorithmSpec(Spec):
             ("discount_per", "set discount or gae_lambda below 1", turns),
             ("gae_lambda", "set advantage: gae", critic),
             *((key, "set kl", kl) for key in ("kl_in", "kl_coefficient", "reference", "reference_on")),
-            *((key, "set advantage: gae", critic) for key in ("critic", "critic_learning_rate", "critic_warmup")),
+            *(
+                (key, "set advantage: gae", critic)
+                for key in ("critic", "critic_on", "critic_learning_rate", "critic_warmup")
+            ),
             ("value_clip", "set advantage: gae and epochs or minibatches", critic and self.several_steps),
         ]
 

@@ -28,6 +28,7 @@ from workflows.messages import (
     ManifestRef,
     StepInput,
     TrainerTask,
+    TrainOutcome,
     TrainTask,
 )
 from workflows.queues import CONTROL_QUEUE, node_queue, nodectl_queue
@@ -181,30 +182,48 @@ def on_gang(
 
 def compute_columns(
     step: StepInput, companion: CompanionView, manifest: ManifestRef, share: int, shares: int
-) -> ActivityHandle[ColumnsOutcome]:
-    """Have a reference's or critic's gang, which is one node's, say what it can of a share of a manifest."""
-    limit, node = step.spec.trainer.step_time_limit_s, companion.members[0]
-    task = ColumnsTask(
-        run=step.spec.run,
-        lease=companion.lease,
-        epoch=companion.epoch,
-        node=node,
-        gang=companion.gang,
-        lineage=step.lineage,
-        manifest=manifest,
-        time_limit_s=limit,
-        role=companion.role,
-        share=share,
-        shares=shares,
-    )
-    return on_node(
-        "compute_columns",
-        task,
-        ColumnsOutcome,
-        queue=node_queue(node),
-        limit_s=limit + 60,
-        summary=f"{companion.role} of step {manifest.step}, share {share + 1} of {shares}, on {node}",
-    )
+) -> list[ActivityHandle[ColumnsOutcome]]:
+    """Have the gang of a reference or critic say what it can of a share of a manifest, one handle a member."""
+    tasks = [
+        ColumnsTask(**_for_member(step, companion, node, manifest), share=share, shares=shares)
+        for node in companion.members
+    ]
+    what = f"{companion.role} of step {manifest.step}, share {share + 1} of {shares}"
+    return [_from_member("compute_columns", task, ColumnsOutcome, what) for task in tasks]
+
+
+def train_critic(
+    step: StepInput,
+    companion: CompanionView,
+    manifest: ManifestRef,
+    columns: tuple[ColumnRef, ...],
+    dropped: tuple[str, ...],
+) -> list[ActivityHandle[TrainOutcome]]:
+    """Have the gang of a critic learn from a manifest, values and returns among ``columns``; one handle a member."""
+    tasks = [
+        TrainTask(**_for_member(step, companion, node, manifest), columns=columns, dropped=dropped)
+        for node in companion.members
+    ]
+    return [_from_member("train_step", task, TrainOutcome, f"critic of step {manifest.step}") for task in tasks]
+
+
+def _for_member(step: StepInput, companion: CompanionView, node: str, manifest: ManifestRef) -> dict[str, Any]:
+    return {
+        "run": step.spec.run,
+        "lease": companion.lease,
+        "epoch": companion.epoch,
+        "node": node,
+        "gang": companion.gang,
+        "lineage": step.lineage,
+        "manifest": manifest,
+        "time_limit_s": step.spec.trainer.step_time_limit_s,
+        "role": companion.role,
+    }
+
+
+def _from_member(name: str, task: TrainTask, result: type[T], what: str) -> ActivityHandle[T]:
+    limit = task.time_limit_s + 60
+    return on_node(name, task, result, queue=node_queue(task.node), limit_s=limit, summary=f"{what} on {task.node}")
 
 
 def gang_probe(run: str, node: str, role: GangRole = "trainer") -> ActivityHandle[GangView]:

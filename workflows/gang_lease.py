@@ -68,7 +68,11 @@ class GangLease:
         task = self.lease.task
         if task.role == "reference":
             return UNCHANGING
-        return await calls.locally("latest_checkpoint", task.run, CheckpointRef, summary="newest checkpoint")
+        newest = await calls.locally("latest_checkpoint", task.run, CheckpointRef, summary="newest checkpoint")
+        if task.role == "critic":
+            state = newest.critic
+            return newest.model_copy(update={"path": state and state.path, "digest": state.digest if state else ""})
+        return newest
 
     def _gang_role(self) -> GangRole:
         role = self.lease.task.role

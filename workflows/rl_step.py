@@ -1,8 +1,8 @@
 """``RlStep``: one policy update, from a claimed batch to a committed checkpoint.
 
 claiming -> computing (by models that have nodes of their own) and acquiring
-(the pool pre-empts train nodes, or the run has kept the gang) -> training ->
-committing. The manifest's digest is in history before
+(the pool pre-empts train nodes, or the run has kept the gang) -> training,
+then the critic where it is apart -> committing. The manifest's digest is in history before
 anything is trained. The gang's lease is the run's, which tells the step about
 it and decides after the step whether the nodes return to rollout.
 """
@@ -19,8 +19,10 @@ from workflows import calls
 from workflows.messages import (
     CheckpointRef,
     ClaimResult,
+    ColumnRef,
     CommitInput,
     LeaseEvent,
+    StateRef,
     StepInput,
     StepResult,
     TrainInterval,
@@ -59,6 +61,7 @@ class RlStep(StepBatch):
             lease, columns = await self.prepare()
             acquired = workflow.now()
             outcomes = await self.train(lease, columns)
+            critic = await self._critic(outcomes, columns)
         except StepStopped:
             return StepResult(outcome="stopped", step=task.step, reason="stopped at once")
         taken = claim.switch if claim is not None and self.granted_at is not None else None
@@ -78,7 +81,7 @@ class RlStep(StepBatch):
         }
         if self.told_at is not None:
             waits["seconds_companions"] = (self.told_at - claimed).total_seconds()
-        checkpoint, metrics = await self._commit(outcomes, {**_figures(claim), **waits})
+        checkpoint, metrics = await self._commit(outcomes, critic, {**_figures(claim), **waits})
         trained = {"outcome": "trained", "checkpoint": checkpoint, "metrics": metrics, "reason": ""}
         return result.model_copy(update=trained)
 
@@ -91,8 +94,17 @@ class RlStep(StepBatch):
         waited = (acquired - self.ready_at).total_seconds() - ahead if called and self.ready_at else None
         return {"trained_s": ahead + update, "waited_s": None if waited is None else max(0.0, waited)}
 
+    async def _critic(self, outcomes: list[TrainOutcome] | None, columns: tuple[ColumnRef, ...]) -> TrainOutcome | None:
+        """What became of a critic apart, which learns what the policy's update found."""
+        leader = next((o for o in outcomes or [] if o.checkpoint), None)
+        return (
+            None
+            if leader is None or self.manifest is None
+            else await self.critic_learns(self.manifest, columns, leader)
+        )
+
     async def _commit(
-        self, outcomes: list[TrainOutcome], figures: dict[str, float]
+        self, outcomes: list[TrainOutcome], critic: TrainOutcome | None, figures: dict[str, float]
     ) -> tuple[CheckpointRef, dict[str, float]]:
         """Commit the checkpoint in the ledger, before any engine hears of its weights."""
         self.set_phase("committing")
@@ -100,6 +112,10 @@ class RlStep(StepBatch):
         if checkpoint is None:
             raise ApplicationError("no member of the gang has rank 0: no checkpoint was reported", non_retryable=True)
         metrics = {**figures, **next(o.metrics for o in outcomes if o.checkpoint)}
+        if critic is not None and critic.checkpoint is not None:
+            state = critic.checkpoint
+            checkpoint = checkpoint.model_copy(update={"critic": StateRef(path=state.path or "", digest=state.digest)})
+            metrics |= {"value_loss": critic.metrics["value_loss"], "seconds_critic": critic.end - critic.start}
         commit = CommitInput(
             run=self.task.spec.run,
             lineage=self.task.lineage,

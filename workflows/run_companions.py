@@ -1,7 +1,8 @@
 """The leases of models beside the policy that have nodes of their own: what a run asks for, has and loses.
 
-Requests stand as long as the run wants its nodes: one lease on every node with the tag, renewed whenever one comes
-back. A step is told of each change, and has its batch computed by whoever is ready.
+A reference's request stands as long as the run wants its nodes: one lease on every node with the tag, renewed whenever
+one comes back. A critic is trained, so its nodes are one gang, asked for again when it ends. A step is told of each
+change, and has its batch computed by whoever is ready.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from temporalio import workflow
 
 from workflows import calls
+from workflows.algorithm import Companion
 from workflows.messages import CompanionView, LeaseEvent, LeaseRequest, QueueNotice, WithdrawRequest
 from workflows.run_base import RunBase
 from workflows.scheduling import pipeline
@@ -23,19 +25,22 @@ class Companions(RunBase):
     async def want_companions(self) -> None:
         """Ask the pool for every node that has the tag of a model apart."""
         for role in self.spec.algorithm.companions_apart:
-            request = LeaseRequest(
-                request_id=f"{self.spec.run}/{role}/{workflow.uuid4().hex[:8]}",
-                run=self.spec.run,
-                role=role,
-                tag=role,
-                candidates=self._companion_candidates(),
-                count=None,
-                priority=pipeline.COMPANION_PRIORITY,
-                owner=calls.run_id(self.spec.run),
-                spec=self.spec,
-            )
-            self.state.companion_requests[role] = request.request_id
-            await self.ask_pool(request)
+            await self._want(role)
+
+    async def _want(self, role: Companion) -> None:
+        request = LeaseRequest(
+            request_id=f"{self.spec.run}/{role}/{workflow.uuid4().hex[:8]}",
+            run=self.spec.run,
+            role=role,
+            tag=role,
+            candidates=self._companion_candidates(),
+            count=sum("critic" in node.tags for node in self.spec.nodes) if role == "critic" else None,
+            priority=pipeline.COMPANION_PRIORITY,
+            owner=calls.run_id(self.spec.run),
+            spec=self.spec,
+        )
+        self.state.companion_requests[role] = request.request_id
+        await self.ask_pool(request)
 
     def _companion_candidates(self) -> tuple[str, ...]:
         """Nodes of the run that do not train, whatever tags they get later; empty: every node that can."""
@@ -61,15 +66,15 @@ class Companions(RunBase):
                 "gang": event.gang or "",
             }
         )
-        node = event.members[0]
-        if node not in {*self.state.guests, *(named.id for named in self.spec.nodes)}:
-            self.state.guests += (node,)
+        known_nodes = {*self.state.guests, *(named.id for named in self.spec.nodes)}
+        self.state.guests += tuple(node for node in event.members if node not in known_nodes)
         await self._tell_step_of_companions()
 
     async def companion_over(self, event: LeaseEvent) -> None:
         """A lease has ended; one that is lost again and again, or by a mistake in the run file, fails the run."""
         known = self.state.companions.get(event.lease)
-        if known is not None and known.epoch <= event.epoch:
+        mine = known is not None and known.epoch <= event.epoch  # not one of an earlier execution of the run
+        if mine:
             del self.state.companions[event.lease]
         if event.state == "lost":
             self.state.last_failure = f"{event.lease}/{event.epoch}: {event.reason}"
@@ -82,6 +87,8 @@ class Companions(RunBase):
                     f"the {event.role} was lost {self.state.companion_losses} times in a row; the last: {event.reason}"
                 )
             self.dirty = True
+        if event.role == "critic" and mine and event.role in self.state.companion_requests:
+            await self._want("critic")  # the demand of a gang ends with its lease
         await self._tell_step_of_companions()
 
     def companion_queued(self, notice: QueueNotice) -> bool:

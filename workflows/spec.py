@@ -400,10 +400,9 @@ class RunSpec(Spec):
             tagged = [node for node in self.nodes if role in node.tags]
             training = [node.id for node in tagged if "train" in node.tags]
             if role not in apart and (idle := [node.id for node in tagged if node.id not in training]):
-                way_out = f" or set algorithm.{role}_on: own" if role == "reference" else ""
                 raise ValueError(
                     f"nodes: {idle[0]!r} has the tag {role!r} without 'train', but the trainer's ranks hold the "
-                    f"{role}: give it both tags{way_out}"
+                    f"{role}: give it both tags or set algorithm.{role}_on: own"
                 )
             if role in apart and not tagged:
                 raise ValueError(
@@ -414,6 +413,11 @@ class RunSpec(Spec):
                     f"nodes: {training[0]!r} has the tags 'train' and {role!r}, but algorithm.{role}_on 'own' keeps "
                     f"the {role} off the trainer's nodes: take one of them away"
                 )
+        if several := [node for node in self.nodes if len(node.tags & set(apart)) > 1]:
+            raise ValueError(
+                f"nodes: {several[0].id!r} has the tags {' and '.join(map(repr, apart))}, each of which keeps a node "
+                "to itself with 'own': give them to different nodes"
+            )
         if apart and not any("rollout" in node.tags and not node.tags & set(apart) for node in self.nodes):
             raise ValueError(
                 f"nodes: every node with the tag 'rollout' has the tag {apart[0]!r} too, and with "

@@ -6,12 +6,11 @@ import asyncio
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
-from temporalio.workflow import ActivityHandle
 
 from workflows import calls
 from workflows.messages import ColumnRef, LeaseEvent, LeaseRequest, TrainOutcome
 from workflows.scheduling import pipeline
-from workflows.step_companions import StepCompanions
+from workflows.step_companions import StepCompanions, settled, without_result
 
 GANG_TRIES = 3
 
@@ -85,10 +84,10 @@ class StepGang(StepCompanions):
             "train_step", self.task, lease, self.manifest, TrainOutcome, summary=summary, columns=columns
         )
         try:
-            await self.until("the update", lambda: _settled(handles) or bool(self.lost))
+            await self.until("the update", lambda: settled(handles) or bool(self.lost))
             if self.lost and not all(h.done() for h in handles):
                 return None
-            return [await handle for handle in sorted(handles, key=_without_result)]
+            return [await handle for handle in sorted(handles, key=without_result)]
         except ActivityError as error:
             cause = error.cause
             if isinstance(cause, ApplicationError) and cause.type in calls.STOPS_THE_RUN:
@@ -102,13 +101,3 @@ class StepGang(StepCompanions):
 
     def _ready(self) -> bool:
         return self.lease is not None and self.lease.state == "ready"
-
-
-def _without_result(handle: ActivityHandle[TrainOutcome]) -> bool:
-    """Order of waiting: one that has failed says why the others do not end."""
-    return not handle.done()
-
-
-def _settled(handles: list[ActivityHandle[TrainOutcome]]) -> bool:
-    """All members are done, or one has failed."""
-    return all(h.done() for h in handles) or any(h.done() and h.exception() is not None for h in handles)

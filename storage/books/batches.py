@@ -139,11 +139,14 @@ class Batches(Part):
         weights_digest: str,
         metrics: Mapping[str, Any],
         dropped: Sequence[str] = (),
+        critic_path: str | None = None,
+        critic_digest: str | None = None,
     ) -> None:
         """Commit a checkpoint that contains ``step``; every claim up to it becomes trained in the same transaction.
 
-        But samples whose session the update ``dropped`` end ``filtered(not_finite)``. The same checkpoint again changes
-        nothing.
+        But samples whose session the update ``dropped`` end ``filtered(not_finite)``. The state of a critic with nodes
+        of its own is committed with it, so that both are found again as of the same step. The same checkpoint again
+        changes nothing.
 
         Raises:
             NotFoundError: the step was not claimed.
@@ -152,11 +155,12 @@ class Batches(Part):
         """
         refs = {"version": version, "path": path, "digest": digest}
         refs |= {"weights_path": weights_path, "weights_digest": weights_digest}
+        refs |= {"critic_path": critic_path, "critic_digest": critic_digest}
         with self._db.write() as connection:
             lock_run(connection, run, lineage=lineage)
             found = _checkpoint(connection, run, lineage, step)
             if found is not None:
-                _same_checkpoint(found, digest, weights_digest)
+                _same_checkpoint(found, digest, weights_digest, critic_digest)
                 return
             if _batch(connection, run, lineage, step) is None:
                 raise NotFoundError(f"step {lineage}.{step} of run {run!r} was not claimed: nothing to commit")
@@ -216,7 +220,12 @@ def _checkpoint(connection: sa.Connection, run: str, lineage: int, step: int) ->
     return connection.execute(sa.select(checkpoints).where(here)).one_or_none()
 
 
-def _same_checkpoint(found: sa.Row[Any], digest: str, weights_digest: str) -> None:
+def _same_checkpoint(found: sa.Row[Any], digest: str, weights_digest: str, critic_digest: str | None) -> None:
+    if (found.critic_digest or "") != (critic_digest or ""):
+        raise IntegrityError(
+            f"step {found.lineage}.{found.step} of run {found.run!r} has critic "
+            f"{(found.critic_digest or 'none')[:12]}, refusing {(critic_digest or 'none')[:12]}"
+        )
     if (found.digest, found.weights_digest) != (digest, weights_digest):
         raise IntegrityError(
             f"step {found.lineage}.{found.step} of run {found.run!r} has checkpoint {found.digest[:12]} "

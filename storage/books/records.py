@@ -243,6 +243,9 @@ class Checkpoint:
     weights_digest: str
     metrics: Mapping[str, Any]
     created: float
+    critic_path: str | None = None
+    """State of a critic with nodes of its own after the same step; None where there is none."""
+    critic_digest: str | None = None
 
 
 @dataclass(frozen=True)

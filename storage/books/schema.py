@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 
-VERSION = 5
+VERSION = 6
 """Of the schema; older databases are brought up to it (:mod:`storage.books.upgrade`), others are refused."""
 
 metadata = MetaData()
@@ -176,6 +176,8 @@ checkpoints = Table(
     Column("weights_digest", String, nullable=False),
     Column("metrics", Json, nullable=False),
     Column("created", Float, nullable=False),
+    Column("critic_path", String),
+    Column("critic_digest", String),
 )
 
 steps = Table(

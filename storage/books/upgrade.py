@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.schema import CreateColumn
 
-from storage.books.schema import VERSION, about, groups, metadata, runs, sessions, streams
+from storage.books.schema import VERSION, about, checkpoints, groups, metadata, runs, sessions, streams
 
 
 def _from_2(connection: sa.Connection) -> None:
@@ -44,12 +44,18 @@ def _from_4(connection: sa.Connection) -> None:
     _add(connection, streams.c.fresh_version)
 
 
+def _from_5(connection: sa.Connection) -> None:
+    """A checkpoint may be of two gangs."""
+    _add(connection, checkpoints.c.critic_path)
+    _add(connection, checkpoints.c.critic_digest)
+
+
 def _add(connection: sa.Connection, column: sa.Column[Any]) -> None:
     definition = CreateColumn(column).compile(dialect=connection.dialect)
     connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")
 
 
-_STEPS: Mapping[str, Callable[[sa.Connection], None]] = {"2": _from_2, "3": _from_3, "4": _from_4}
+_STEPS: Mapping[str, Callable[[sa.Connection], None]] = {"2": _from_2, "3": _from_3, "4": _from_4, "5": _from_5}
 """From a version to the next."""
 
 

@@ -1,4 +1,4 @@
-"""A run whose reference has a node of its own, on the whole stack; its ranks are killed while they compute a batch."""
+"""A run whose reference or critic has a node of its own, on the whole stack; its ranks are killed in a pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from jobs import Job, write_job
@@ -20,7 +19,7 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.service import RPCError
 
 from cli import stack
-from storage.ledger import Ledger
+from storage.ledger import Checkpoint, Ledger
 from storage.objects import ObjectStore
 from workflows import calls
 from workflows.messages import RunStatus, StepStatus
@@ -30,22 +29,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 Answer = TypeVar("Answer", StepStatus, RunStatus)
 STEPS = 3
 LIMIT_S = 180.0
-PLACED = {"reference": {"reference_on": "own"}}
-NODES = [
-    {"id": "node-a", "tags": ["rollout", "train"]},
-    {"id": "node-b", "tags": ["rollout"]},
-    {"id": "node-r", "tags": ["reference"]},
-]
-
-
-@pytest.fixture
-def job(tmp_path: Path, tiny_model: Path) -> Iterator[Job]:
-    algorithm = {"kl": "k3", "kl_coefficient": 0.2, "minibatches": 2, **PLACED["reference"]}
-    job = write_job(
-        tmp_path, tiny_model, "reference-apart", algorithm=algorithm, pipeline={"steps": STEPS}, nodes=NODES
-    )
-    yield job
-    stack.down(job.state)
+NODE = "node-c"
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "reference": {"kl": "k3", "kl_coefficient": 0.2, "minibatches": 2, "reference_on": "own"},
+    "critic": {"name": "ppo", "minibatches": 2, "critic_learning_rate": 1e-3, "critic_on": "own"},
+}
+FIGURE = {"reference": "reference_kl", "critic": "value_loss"}
 
 
 async def asked(job: Job, workflow: str, kind: type[Answer]) -> Answer | None:
@@ -59,57 +48,88 @@ async def asked(job: Job, workflow: str, kind: type[Answer]) -> Answer | None:
     return found
 
 
-def computes(job: Job, step: int) -> bool:
-    """Whether a step waits for its reference."""
-    status = asyncio.run(asked(job, calls.step_id(job.run, 0, step), StepStatus))
-    return status is not None and "reference on node-r to compute" in status.waiting_for
+def computes(job: Job, role: str) -> bool:
+    """Whether the first step waits for what the model says of its batch."""
+    status = asyncio.run(asked(job, calls.step_id(job.run, 0, 0), StepStatus))
+    return status is not None and f"{role} on {NODE} to compute" in status.waiting_for
 
 
-def ready(job: Job) -> list[int]:
-    """Pids of the reference's ranks, once they are ready."""
-    if not (job.state.node("node-r") / "reference-gang.json").exists():
+def ready(job: Job, role: str) -> list[int]:
+    """Pids of the model's ranks, once they are ready."""
+    file = job.state.node(NODE) / f"{role}-gang.json"
+    if not file.exists():
         return []
     status = asyncio.run(asked(job, calls.run_id(job.run), RunStatus))
-    ready = status is not None and [one.state for one in status.companions] == ["ready"]
-    return resident(job.state.node("node-r") / "reference-gang.json") if ready else []
+    return resident(file) if status is not None and [one.state for one in status.companions] == ["ready"] else []
 
 
-def test_a_reference_that_is_killed_in_its_pass_costs_nothing_and_changes_no_weight(job: Job, tmp_path: Path) -> None:
-    with (tmp_path / "demo.log").open("w") as output:
+@pytest.mark.parametrize("role", ALGORITHMS)
+def test_ranks_that_are_killed_in_their_pass_cost_nothing_and_change_no_weight(
+    role: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    nodes = [{"id": "node-a", "tags": ["rollout", "train"]}, {"id": "node-b", "tags": ["rollout"]}]
+    nodes += [{"id": NODE, "tags": [role]}]
+    changes = {"algorithm": ALGORITHMS[role], "pipeline": {"steps": STEPS}, "nodes": nodes}
+    job = write_job(tmp_path, tiny_model, f"{role}-apart", **changes)
+    try:
+        shown, why, line = run_and_kill(job, role, tmp_path)
+        steps, checkpoint, busy = books(job)
+        again = on_one_rank(job, tmp_path / "again", {f"{role}_on": "trainer"})
+        columns = ObjectStore.from_state(job.state).list(f"runs/{job.run}/columns/")
+    finally:
+        stack.down(job.state)
+
+    assert (line["steps"], line["ledger_balanced"], line["tokens_lost"]) == (STEPS, True, 0)
+    assert {node["node"]: node["activity"] for node in shown["nodes"]}[NODE] == role
+    assert f"{NODE} can {role}" in why
+    assert busy == {"train": "node-a", role: NODE}
+    assert all(metrics["seconds_companions"] > 0 for metrics in steps)
+    assert len(columns) == STEPS * (2 if role == "critic" else 1)
+
+    figure = FIGURE[role]
+    assert [getattr(one.metrics, figure) for one in again] == [metrics[figure] for metrics in steps]
+    assert max(metrics[figure] for metrics in steps) > 0
+    assert again[-1].weights_digest == checkpoint.weights_digest
+    if role == "critic":
+        assert checkpoint.critic_path is not None
+        assert states(Path(checkpoint.critic_path)) == states(Path(again[-1].checkpoint_path))
+
+
+def run_and_kill(job: Job, role: str, folder: Path) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """What status and `why` say while a pass is made, and the run's last line."""
+    with (folder / "demo.log").open("w") as output:
         run = subprocess.Popen(job.demo(), stdout=output, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: bool(ready(job)), "the reference's ranks", LIMIT_S, run)
-        victims = ready(job)
+        wait_until(lambda: bool(ready(job, role)), f"the ranks of the {role}", LIMIT_S, run)
+        victims = ready(job, role)
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)  # holds the pass open
-        wait_until(lambda: computes(job, 0), "the pass of step 0", LIMIT_S, run)
+        wait_until(lambda: computes(job, role), "the pass of step 0", LIMIT_S, run)
         shown = json.loads(subprocess.check_output(job.command("status", "--state", str(job.state.root), "--json")))
         kill(victims)
-        why = subprocess.check_output(job.command("why", "node-r", "--state", str(job.state.root)), text=True)
-        assert run.wait(timeout=300) == 0, (tmp_path / "demo.log").read_text()[-4000:]
+        why = subprocess.check_output(job.command("why", NODE, "--state", str(job.state.root)), text=True)
+        assert run.wait(timeout=300) == 0, (folder / "demo.log").read_text()[-4000:]
     finally:
         run.kill()
         run.wait()
-    line = json.loads((tmp_path / "demo.log").read_text().strip().splitlines()[-1])
-    assert (line["steps"], line["ledger_balanced"], line["tokens_lost"]) == (STEPS, True, 0)
-    activities = {node["node"]: node["activity"] for node in shown["nodes"]}
-    assert activities["node-r"] == "reference"
-    assert "node-r can reference" in why
+    return shown, why, json.loads((folder / "demo.log").read_text().strip().splitlines()[-1])
 
+
+def books(job: Job) -> tuple[list[dict[str, Any]], Checkpoint, dict[str, str]]:
+    """Metrics of the steps, none of which was made twice; the last checkpoint; who did what but generate."""
     ledger = Ledger(job.state.cluster().ledger_url)
     try:
         steps, checkpoint = ledger.steps(job.run), ledger.latest_checkpoint(job.run)
-        nodes = {interval.kind: interval.node for interval in ledger.intervals(job.run) if interval.kind != "generate"}
+        busy = {interval.kind: interval.node for interval in ledger.intervals(job.run) if interval.kind != "generate"}
     finally:
         ledger.close()
-    assert [row.lineage for row in steps] == [0] * STEPS, "no step was trained twice"
-    assert nodes == {"train": "node-a", "reference": "node-r"}
-    assert all(row.metrics["seconds_companions"] > 0 for row in steps)
-    assert max(row.metrics["reference_kl"] for row in steps) > 0
-
-    columns = [key for key in ObjectStore.from_state(job.state).list(f"runs/{job.run}/columns/")]
-    assert len(columns) == STEPS
-    again = on_one_rank(job, tmp_path / "again", {"reference_on": "trainer"})
+    assert [row.lineage for row in steps] == [0] * STEPS
     assert checkpoint is not None
-    assert again[-1].weights_digest == checkpoint.weights_digest
-    assert [one.metrics.reference_kl for one in again] == [row.metrics["reference_kl"] for row in steps]
+    return [dict(row.metrics) for row in steps], checkpoint, busy
+
+
+def states(checkpoint: Path) -> dict[str, bytes]:
+    """The critic's weights and moments."""
+    found = {path.name: path.read_bytes() for path in (checkpoint / "critic").glob("*")}
+    assert found
+    return found

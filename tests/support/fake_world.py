@@ -21,7 +21,7 @@ from temporalio.worker import Worker
 
 from activities.beat import beating
 from activities.layers import policy_for, policy_view
-from storage.errors import GangLost
+from storage.errors import FencedError, GangLost
 from workers.control import control_worker
 from workers.temporal import activity_worker
 from workflows import calls
@@ -83,6 +83,10 @@ INITIAL = CheckpointRef(
 _names = itertools.count()
 
 
+def _column(name: str, step: int) -> ColumnRef:
+    return ColumnRef(name=name, key=f"{name} of {step}", digest="0" * 64)
+
+
 async def eventually(condition: Callable[[], bool], what: str) -> None:
     """Wait until the condition holds; fails with ``what`` it waited for."""
     for _ in range(6000):
@@ -121,6 +125,9 @@ class FakeWorld:
         self.on_pass: Callable[[ColumnsTask], None] = lambda _: None
         self.columns: dict[str, tuple[ColumnRef, ...]] = {}
         """By manifest: what came with it to the trainer's ranks."""
+        self.critic: tuple[str, int] | None = None
+        """Gang and version of the critic's ranks."""
+        self.on_critic: Callable[[TrainTask], None] = lambda _: None
         self.deaths: dict[str, asyncio.Event] = {}
         """By node with a reference or critic: set to have its ranks die."""
         self.on_load: Callable[[EngineTask], Awaitable[None]] = _no_load_fault
@@ -399,7 +406,8 @@ class FakeWorld:
     @activity.defn
     async def gang_probe(self, task: GangProbe) -> GangView:
         if task.role != "trainer":
-            return GangView(node=task.node, gang=None, ranks=0, free_port=1)
+            gang, version = (self.critic or (None, None)) if task.role == "critic" else (None, None)
+            return GangView(node=task.node, gang=gang, ranks=1 if gang else 0, version=version, free_port=1)
         gang, version = self.gang or (None, None)
         return GangView(node=task.node, gang=gang, ranks=1 if gang else 0, version=version, free_port=1)
 
@@ -423,16 +431,26 @@ class FakeWorld:
         raise GangLost("rank 0 has died")
 
     async def _companion(self, task: TrainerTask) -> NoReturn:
-        await self.reach(f"start {task.role} on {task.node}")
+        if task.role == "critic":
+            attached = self.critic is not None and self.critic[0] == task.gang
+            verb = "attach" if attached else "start"
+            await self.reach(f"{verb} critic on {task.node} at {task.checkpoint.version} from {task.checkpoint.path}")
+            self.critic = (task.gang, task.checkpoint.version)
+        else:
+            await self.reach(f"start {task.role} on {task.node}")
         died = self.deaths[task.node] = asyncio.Event()
         await self._report(task, gang=task.gang)
         await self._until_parked(f"{task.role} {task.node}", died.wait())
+        if task.role == "critic":
+            self.critic = None
         raise GangLost(f"rank 0 of the {task.role} on {task.node} has died")
 
     @activity.defn
     async def compute_columns(self, task: ColumnsTask) -> ColumnsOutcome:
         step, share = task.manifest.step, f"{task.share + 1}/{task.shares}"
         await self.reach(f"{task.role} of {task.lineage}.{step} on {task.node}")
+        if task.role == "critic" and (self.critic is None or self.critic[1] != step):
+            raise FencedError(f"the critic holds {self.critic}, values of step {step} are asked for")
         await beating(self.passes_open.wait())
         self.on_pass(task)
         self.log.append(f"{task.role} wrote {share} of {task.manifest.key}")
@@ -456,6 +474,8 @@ class FakeWorld:
     @activity.defn
     async def train_step(self, task: TrainTask) -> TrainOutcome:
         step = task.manifest.step
+        if task.role == "critic":
+            return await self._critic_learns(task)
         self.columns[task.manifest.key] = task.columns
         await self.reach(f"train {task.lineage}.{step} on {task.manifest.key}")
         await beating(self.training_open.wait())
@@ -466,8 +486,26 @@ class FakeWorld:
             lineage=task.lineage, step=step, version=step + 1, path=f"/c{step}", digest="c", weights=weights
         )
         return TrainOutcome(
-            node=task.node, start=1.0, end=2.0, checkpoint=checkpoint, metrics={"loss": 0.5}, dropped=self.dropped
+            node=task.node,
+            start=1.0,
+            end=2.0,
+            checkpoint=checkpoint,
+            metrics={"loss": 0.5},
+            dropped=self.dropped,
+            returns=_column("return", step) if any(c.name == "critic" for c in task.columns) else None,
         )
+
+    async def _critic_learns(self, task: TrainTask) -> TrainOutcome:
+        step = task.manifest.step
+        await self.reach(f"critic learns {task.lineage}.{step} from {', '.join(c.name for c in task.columns)}")
+        self.on_critic(task)
+        self.critic = (task.gang, step + 1)
+        nothing = WeightsRef(version=step + 1, path="", digest="")
+        checkpoint = CheckpointRef(
+            lineage=task.lineage, step=step, version=step + 1, path=f"/critic{step}", digest="cc", weights=nothing
+        )
+        metrics = {"value_loss": 0.25}
+        return TrainOutcome(node=task.node, start=2.0, end=2.5, checkpoint=checkpoint, metrics=metrics)
 
     @activity.defn
     async def end_residency(self, task: NodeRun) -> None:

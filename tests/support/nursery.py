@@ -105,6 +105,8 @@ POINTS = {
     "published": ("storage.weights", "WeightsStore.commit"),
 }
 """Functions in front of which a rank dies when the file ``Rank.dies_at`` names their point."""
+CRITIC_POINTS = {"critic": ("workers.trainer.deepspeed_backend", "DeepSpeedBackend.update_critic")}
+"""The same, where there is a critic."""
 
 
 PRELOADED = (
@@ -147,7 +149,7 @@ def _become(log: str, launch: str = "", dies_at: str = "", code: str = "") -> No
         if code:
             runpy.run_path(code)
         else:
-            for point, (module, name) in POINTS.items():
+            for point, (module, name) in (POINTS | CRITIC_POINTS).items():
                 _die_at(Path(dies_at), point, module, name)
             sys.argv = ["workers.trainer", "--launch", launch]
             result = main()

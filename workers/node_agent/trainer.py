@@ -163,6 +163,7 @@ class TrainerHost:
             checkpoint=_checkpoint(leader) if leader else None,
             metrics={k: float(v) for k, v in results[0].metrics.model_dump().items()},
             dropped=results[0].dropped,
+            returns=ColumnRef(**returns.model_dump()) if (returns := results[0].returns) else None,
         )
 
     async def accumulate(self, task: TrainTask) -> TrainInterval:
@@ -283,6 +284,7 @@ class TrainerHost:
             manifest_digest=task.manifest.digest,
             epoch=task.epoch,
             columns=tuple(WrittenColumn(**column.model_dump()) for column in task.columns),
+            dropped=task.dropped,
         )
         async with self._client(rank) as client:
             return await ask(client, request, deadline_s=task.time_limit_s)
@@ -358,5 +360,5 @@ def _checkpoint(result: UpdateResult) -> CheckpointRef:
         version=result.version,
         path=result.checkpoint_path,
         digest=result.checkpoint_digest,
-        weights=WeightsRef(version=result.version, path=result.weights_path, digest=result.weights_digest),
+        weights=WeightsRef(version=result.version, path=result.weights_path, digest=result.weights_digest or ""),
     )

@@ -93,9 +93,10 @@ def _make_rank(launch: Launch) -> Rank:
     from storage.weights import WeightsStore
     from workers.trainer.batch import Batch, read_batch
     from workers.trainer.checkpoint import CheckpointFolder
+    from workers.trainer.critic_trainer import CriticTrainer
     from workers.trainer.deepspeed_backend import DeepSpeedBackend
     from workers.trainer.messages import UpdateRequest
-    from workers.trainer.reference import Reference
+    from workers.trainer.rank import Rank
     from workers.trainer.trainer import Trainer
 
     state = StateFolder(launch.state)
@@ -108,9 +109,11 @@ def _make_rank(launch: Launch) -> Rank:
         return read_batch(store, request, launch.spec.run, launch.spec.algorithm, without, dropped)
 
     if launch.role == "reference":
-        return Reference(launch, backend, read, store)
-    checkpoints, weights = state.checkpoints(launch.spec.run), state.weights(launch.spec.run)
-    return Trainer(launch, backend, read, CheckpointFolder(checkpoints), WeightsStore(weights))
+        return Rank(launch, backend, read, store)
+    checkpoints, weights = state.checkpoints(launch.spec.run), WeightsStore(state.weights(launch.spec.run))
+    if launch.role == "critic":
+        return CriticTrainer(launch, backend, read, CheckpointFolder(checkpoints / "critic"), weights, store)
+    return Trainer(launch, backend, read, CheckpointFolder(checkpoints), weights, store)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class TrainingBackend(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of the policy's next optimizer step."""
+        """Of the policy's next optimizer step, or the critic's where the gang has no policy."""
         ...
 
     def initialize(self) -> None:

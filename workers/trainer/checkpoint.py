@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from storage.errors import IntegrityError, NotFoundError
-from workers.trainer.messages import UpdateMetrics
+from workers.trainer.messages import ColumnRef, UpdateMetrics
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"^l(\d+)-s(\d+)$")
@@ -47,6 +47,8 @@ class TrainerState(BaseModel):
     metrics: UpdateMetrics
     dropped: tuple[str, ...] = ()
     """Sessions of the manifest that were not trained."""
+    returns: ColumnRef | None = None
+    """What a critic apart is to learn from the step."""
 
 
 @dataclass(frozen=True)

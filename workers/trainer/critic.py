@@ -1,6 +1,6 @@
 """The critic: a language model's body with a head that gives one value per token.
 
-It is trained on the nodes of the trainer, by the same ranks.
+It is trained by the trainer's ranks, or by ranks of its own (:mod:`workers.trainer.critic_trainer`).
 """
 
 from __future__ import annotations

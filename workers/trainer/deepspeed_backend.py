@@ -111,7 +111,8 @@ class DeepSpeedBackend:
 
     @property
     def learning_rate(self) -> float:
-        return float(self._engine.lr_scheduler.get_last_lr()[0])
+        engine = next(iter(self._engines().values()))
+        return float(engine.lr_scheduler.get_last_lr()[0])
 
     def accumulate(self, batches: Sequence[MicroBatch], objective: Objective, scale: float) -> StepSums:
         sums = StepSums()

@@ -42,6 +42,8 @@ class UpdateRequest(Message):
     """Fencing token of the lease; a request older than the newest seen is refused."""
     columns: tuple[ColumnRef, ...] = ()
     """What models that are not the gang's own say of the batch's tokens."""
+    dropped: tuple[str, ...] = ()
+    """Sessions of the batch that are left out, because the policy could not be trained on them."""
 
 
 class ColumnRequest(UpdateRequest):
@@ -164,11 +166,14 @@ class UpdateResult(Message):
     """``step + 1``."""
     checkpoint_path: str
     checkpoint_digest: Digest
-    weights_path: str
-    weights_digest: Digest
+    weights_path: str = ""
+    weights_digest: Digest | None = None
+    """None: nothing was published, for it was the critic's."""
     metrics: UpdateMetrics
     dropped: tuple[str, ...] = ()
     """Sessions of the manifest that were not trained: their loss is no finite number."""
+    returns: ColumnRef | None = None
+    """What a critic apart is to learn from the step; None where there is none."""
 
 
 class Accumulated(Message):

@@ -1,11 +1,15 @@
-"""What the ranks of every role share: their place in a gang, the device they give away and take, how they fail."""
+"""What the ranks of every role share: their place in a gang, the device they give away and take, what their model says
+of a batch, how they fail. The ranks of a reference, which is never trained, do no more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from storage.columns import COLUMN_OF, Column, find_column, key_for, write_column
 from storage.errors import BadBatch, ConfigError, GangLost, OutOfMemory, TrainerError
+from storage.objects import ObjectStore
 from workers.trainer import memory
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
@@ -13,6 +17,7 @@ from workers.trainer.launch import Launch
 from workers.trainer.memory import InWork
 from workers.trainer.messages import ColumnRef, ColumnRequest, UpdateRequest, UpdateResult
 from workers.trainer.progress import Progress
+from workers.trainer.shares import column_of, share_of
 from workers.trainer.together import Together
 from workers.trainer.usercode import load_user_code
 
@@ -33,12 +38,13 @@ class BatchReader(Protocol):
 class Rank:
     """One rank. Methods are called from one thread, on all ranks of the gang in the same order."""
 
-    def __init__(self, launch: Launch, backend: TrainingBackend, read: BatchReader) -> None:
+    def __init__(self, launch: Launch, backend: TrainingBackend, read: BatchReader, store: ObjectStore) -> None:
         self._launch = launch
         self._spec = launch.spec
         self._backend = backend
         self._together = Together(backend)
         self._read = read
+        self._store = store
         self._at = InWork()
         self.progress = Progress()
 
@@ -61,8 +67,38 @@ class Rank:
         raise self._cannot("trains nothing")
 
     def columns(self, request: ColumnRequest) -> ColumnRef:
-        """Have the gang's model say what it can of a batch's tokens."""
-        raise self._cannot("says nothing of a batch but by training on it")
+        """Have the gang's model say what it can of a share of a batch's tokens; what is written is not computed again.
+
+        Raises :class:`StorageError` or :class:`IntegrityError` if the batch cannot be read, :class:`GangLost` or
+        :class:`OutOfMemory` if it cannot be computed.
+        """
+        if self._launch.role not in COLUMN_OF:
+            raise self._cannot("says nothing of a batch but by training on it")
+        self._must_have_device()
+        self.progress.step = request.step
+        name, by = COLUMN_OF[self._launch.role], self._stands_at()
+        key = key_for(self._spec.run, name, request.manifest_digest, by, request.share, request.shares)
+        digest = self._together.on_rank_0("look for a written column", lambda: find_column(self._store, key))
+        if digest is None:
+            batch = self._together.everywhere("read the batch", lambda: self._read(request))
+            self.progress.phase = "computing"
+            column = self._irrevocably("compute a column", lambda: self._column(name, batch, request))
+            self.progress.phase = "ready"
+            digest = self._together.on_rank_0("write a column", lambda: write_column(self._store, key, column))
+        return ColumnRef(name=name, key=key, digest=digest)
+
+    def _column(self, name: str, batch: Batch, request: ColumnRequest) -> Column:
+        mine = share_of(batch, self._spec, self._backend, request)
+        noted = self._at.over(mine)
+        if self._launch.role == "critic":
+            said = self._backend.values(noted)
+        else:
+            said = self._backend.reference_logprobs(noted, batch.temperature)
+        return column_of(name, batch, mine, said, self._backend)
+
+    def _stands_at(self) -> str:
+        """The model's state, in a word: a column is of one."""
+        return "initial"
 
     def park(self) -> None:
         """Leave the device to another role until :meth:`unpark`; repeated, or while parked, nothing happens."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from algorithms import kl
 from algorithms.sequences import sequence_mean
 from algorithms.value_loss import explained_variance
+from storage.columns import COLUMN_OF, RETURN
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch, asks_models
 from workers.trainer.credit import assign_credit
@@ -55,6 +56,8 @@ class Trained:
     """Mean over optimizer steps."""
     explained_variance: float = 0.0
     """Of the returns, by the critic before the batch."""
+    return_M: Tensor | None = None
+    """What the critic is to learn; None where there is none."""
 
 
 class _Part(NamedTuple):
@@ -96,11 +99,19 @@ class Work:
         for part in self._parts * self._algorithm.epochs:
             if self._batch.step >= self._algorithm.critic_warmup:
                 norms.append(self._policy_step(part, first=not norms))
-            if self._algorithm.has_critic:
+            if self._algorithm.has_critic and "critic" not in self._algorithm.companions_apart:
                 value_losses.append(self._critic_step(part))
         self._trained.optimizer_steps = len(norms)
         self._trained.grad_norm = float(np.mean(norms or [0.0]))
         self._trained.value_loss = float(np.mean(value_losses or [0.0]))
+        return self._trained
+
+    def run_critic(self) -> Trained:
+        """All optimizer steps of the critic alone, on the values and returns that came with the batch."""
+        given = self._batch.given
+        self._fill({f"{name}_N": torch.from_numpy(given[name]) for name in (COLUMN_OF["critic"], RETURN)})
+        value_losses = [self._critic_step(part) for part in self._parts * self._algorithm.epochs]
+        self._trained.value_loss = float(np.mean(value_losses))
         return self._trained
 
     def _sampled_now(self) -> Tensor:
@@ -177,6 +188,7 @@ class Work:
         credit = assign_credit(self._batch.evidence, self._algorithm, weight_M, kl_N=kl_M, value_N=value_M)
         if value_M is not None:
             self._trained.explained_variance = explained_variance(value_M, credit.return_N)
+            self._trained.return_M = credit.return_N
         return {"advantage_N": credit.advantage_N, "return_N": credit.return_N}
 
     def _fill(self, columns: dict[str, Tensor]) -> None:

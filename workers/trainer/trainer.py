@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from storage.columns import COLUMN_OF
+import numpy as np
+
+from storage.columns import COLUMN_OF, RETURN, Column, key_for, write_column
 from storage.errors import BadBatch, ConfigError, FencedError, IntegrityError, SeamlessFlowError, TrainerError
+from storage.objects import ObjectStore
 from storage.weights import WeightsRef, WeightsStore
 from workers.trainer.backend import TrainingBackend
 from workers.trainer.batch import Batch
@@ -24,7 +27,7 @@ from workers.trainer.figures import metrics_of
 from workers.trainer.guard import NotFinite, advice
 from workers.trainer.head_start import HeadStart
 from workers.trainer.launch import Launch
-from workers.trainer.messages import UpdateRequest, UpdateResult
+from workers.trainer.messages import ColumnRef, UpdateRequest, UpdateResult
 from workers.trainer.objective import StepSums
 from workers.trainer.packing import MicroBatch, WeightedTrajectory, plan
 from workers.trainer.rank import BatchReader, Rank
@@ -43,8 +46,9 @@ class Trainer(Rank):
         read: BatchReader,
         checkpoints: CheckpointFolder,
         weights: WeightsStore,
+        store: ObjectStore,
     ) -> None:
-        super().__init__(launch, backend, read)
+        super().__init__(launch, backend, read, store)
         self._checkpoints = checkpoints
         self._weights = weights
         self._held: Sealed | None = None
@@ -100,12 +104,14 @@ class Trainer(Rank):
 
     def _must_be_told(self, request: UpdateRequest) -> None:
         """Models that are not this gang's have their say before an update."""
-        wanted = {COLUMN_OF[name] for name in self._spec.algorithm.companions_apart}
-        if missing := sorted(wanted - {column.name for column in request.columns}):
+        if missing := sorted(self._needed() - {column.name for column in request.columns}):
             raise TrainerError(
                 f"step {request.step} came without the column {missing[0]}, whose model this gang does not hold: have "
                 "the batch computed on that model's nodes first"
             )
+
+    def _needed(self) -> set[str]:
+        return {COLUMN_OF[name] for name in self._spec.algorithm.companions_apart}
 
     def _committed(self, request: UpdateRequest) -> Sealed | None:
         """The step's checkpoint, if an earlier attempt sealed it. Checks that the request can be served at all."""
@@ -128,7 +134,8 @@ class Trainer(Rank):
     def _prepare(self, request: UpdateRequest) -> Batch:
         self.progress.phase, self.progress.step = "loading", request.step
         try:
-            return self._together.everywhere("read the batch", lambda: self._read(request))
+            dropped = frozenset(request.dropped)
+            return self._together.everywhere("read the batch", lambda: self._read(request, dropped=dropped))
         except SeamlessFlowError:
             self.progress.phase = "ready"
             raise
@@ -160,10 +167,21 @@ class Trainer(Rank):
             parent=self._parent(),
             metrics=metrics,
             dropped=tuple(sorted(dropped)),
+            returns=self._returns(request, batch, done),
         )
         sealed = self._together.on_rank_0("seal the checkpoint", lambda: self._checkpoints.seal(temporary, state))
         self._hold(sealed)
         return sealed
+
+    def _returns(self, request: UpdateRequest, batch: Batch, done: Trained) -> ColumnRef | None:
+        """Written for a critic apart, which learns from them; None where there is none."""
+        if self._launch.role != "trainer" or "critic" not in self._spec.algorithm.companions_apart:
+            return None
+        return_M = np.empty(0, np.float32) if done.return_M is None else done.return_M.numpy()
+        column = Column(RETURN, batch.places(), return_M)
+        key = key_for(self._spec.run, RETURN, request.manifest_digest, f"l{request.lineage}")
+        digest = self._together.on_rank_0("write the returns", lambda: write_column(self._store, key, column))
+        return ColumnRef(name=RETURN, key=key, digest=digest)
 
     def _accumulate(self, batch: Batch) -> None:
         try:
@@ -225,16 +243,22 @@ class Trainer(Rank):
 
     def _result(self, committed: Sealed) -> UpdateResult:
         weights = self._publish(committed.state.version)
+        return self._of(committed).model_copy(
+            update={"weights_path": str(weights.path), "weights_digest": weights.digest}
+        )
+
+    def _of(self, committed: Sealed) -> UpdateResult:
+        """The result, without published weights."""
+        state = committed.state
         return UpdateResult(
-            lineage=committed.state.lineage,
-            step=committed.state.step,
-            version=committed.state.version,
+            lineage=state.lineage,
+            step=state.step,
+            version=state.version,
             checkpoint_path=str(committed.path),
             checkpoint_digest=committed.digest,
-            weights_path=str(weights.path),
-            weights_digest=weights.digest,
-            metrics=committed.state.metrics,
-            dropped=committed.state.dropped,
+            metrics=state.metrics,
+            dropped=state.dropped,
+            returns=state.returns,
         )
 
     def _publish(self, version: int) -> WeightsRef:

@@ -42,6 +42,7 @@ from workflows.messages.base import (
     ManifestRef,
     Message,
     Role,
+    StateRef,
     WeightsRef,
 )
 from workflows.messages.lease import (
@@ -170,6 +171,7 @@ __all__ = [
     "SetShare",
     "SetTags",
     "ShareStatus",
+    "StateRef",
     "StepInput",
     "StepPause",
     "StepResult",

@@ -251,12 +251,14 @@ class TrainTask(Message):
     time_limit_s: float
     columns: tuple[ColumnRef, ...] = ()
     """What models that the gang does not hold say of the batch."""
+    role: GangRole = "trainer"
+    dropped: tuple[str, ...] = ()
+    """Sessions that the policy's update left out, and the critic's does too."""
 
 
 class ColumnsTask(TrainTask):
     """Input of ``compute_columns``: a share of a batch, for the model of ``role``. What is written stays."""
 
-    role: GangRole
     share: int = 0
     shares: int = 1
 
@@ -278,6 +280,8 @@ class TrainOutcome(Message):
     metrics: dict[str, float]
     dropped: tuple[str, ...] = ()
     """Sessions of the batch that were left out."""
+    returns: ColumnRef | None = None
+    """What a critic apart is to learn from the step."""
 
 
 class NodeRun(Message):

@@ -25,6 +25,13 @@ class WeightsRef(Message):
     digest: str
 
 
+class StateRef(Message):
+    """A committed checkpoint folder and its digest."""
+
+    path: str
+    digest: str
+
+
 class CheckpointRef(Message):
     """The newest committed checkpoint of a run; ``path`` is None for the initial model."""
 
@@ -34,6 +41,8 @@ class CheckpointRef(Message):
     path: str | None
     digest: str
     weights: WeightsRef
+    critic: StateRef | None = None
+    """Of a critic apart, after the same step; None where there is none."""
 
 
 class ColumnRef(Message):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cli.memory import node_bytes
+from cli.memory import BASE_BYTES, node_bytes
 from workers.trainer.launch import Launch
 from workflows.scheduling.pipeline import companion_nodes, rollout_nodes, trainer_ranks
 from workflows.spec import RunSpec
@@ -55,6 +55,17 @@ def test_memory_is_counted_where_the_model_is() -> None:
     assert node_bytes(own, own.nodes[2], million) > 4 * million
 
 
+def test_a_critic_of_its_own_needs_memory_for_its_optimizer_too() -> None:
+    million, critic = 1_000_000, {"id": "c", "tags": ["critic"]}
+    trains = {"id": "t", "tags": ["train"]}
+    own = spec(trains, ROLLOUT, critic, algorithm={"name": "ppo", "critic_on": "own"})
+    shared = spec(trains, ROLLOUT, algorithm={"name": "ppo"})
+    assert models(own, "trainer") == {"policy"}
+    assert models(own, "critic") == {"critic"}
+    on_trainer = node_bytes(shared, shared.nodes[0], million) - node_bytes(own, own.nodes[0], million)
+    assert on_trainer == node_bytes(own, own.nodes[2], million) - BASE_BYTES == 4 * 4 * million
+
+
 @pytest.mark.parametrize(
     ("nodes", "algorithm", "message"),
     [
@@ -68,8 +79,15 @@ def test_memory_is_counted_where_the_model_is() -> None:
             r"every node with the tag 'rollout' has the tag 'reference' too",
         ),
         ([TRAINER, {"id": "c", "tags": ["critic"]}], {"name": "ppo"}, r"'c' has the tag 'critic' without 'train'"),
+        ([TRAINER], {"name": "ppo", "critic_on": "own"}, r"algorithm.critic_on 'own': no node has the tag 'critic'"),
+        ([TRAINER, {"id": "c", "tags": ["critic"]}], {"critic_on": "own"}, r"critic_on does nothing here"),
+        (
+            [TRAINER, {"id": "c", "tags": ["critic", "reference"]}],
+            {"name": "ppo", "critic_on": "own", **OWN},
+            r"'c' has the tags 'reference' and 'critic', each of which keeps a node to itself",
+        ),
     ],
-    ids=["no node", "both", "not apart", "no kl", "nobody rolls out", "critic"],
+    ids=["no node", "both", "not apart", "no kl", "nobody rolls out", "critic", "no critic", "no gae", "two models"],
 )
 def test_a_placement_that_cannot_be_is_refused_with_what_to_do(
     nodes: list[dict[str, Any]], algorithm: dict[str, Any], message: str

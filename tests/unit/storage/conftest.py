@@ -73,7 +73,13 @@ class Player:
         )
 
     def checkpoint(
-        self, step: int, *, lineage: int = 0, digest: str = "checkpoint", dropped: Sequence[str] = ()
+        self,
+        step: int,
+        *,
+        lineage: int = 0,
+        digest: str = "checkpoint",
+        dropped: Sequence[str] = (),
+        critic: str | None = None,
     ) -> None:
         self.ledger.commit_checkpoint(
             RUN,
@@ -86,6 +92,8 @@ class Player:
             weights_digest="weights",
             metrics={"loss": 0.5},
             dropped=dropped,
+            critic_path=critic and f"checkpoints/critic/{lineage}.{step}",
+            critic_digest=critic,
         )
 
 

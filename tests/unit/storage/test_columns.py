@@ -39,13 +39,13 @@ def test_a_token_that_nobody_spoke_of_is_named() -> None:
 
 def test_a_share_is_found_by_who_computes_it_again_unless_it_cannot_be_read() -> None:
     store = MemoryStore()
-    key = key_for("demo", "reference_logprob", "ab" * 32, share=0, shares=2)
+    key = key_for("demo", "reference_logprob", "ab" * 32, "initial", share=0, shares=2)
     assert find_column(store, key) is None  # type: ignore[arg-type]  # it gets and puts
     digest = write_column(store, key, column((1, 0, 5)))  # type: ignore[arg-type]
     assert find_column(store, key) == digest  # type: ignore[arg-type]
     store.put(key, b"half a col")
     assert find_column(store, key) is None  # type: ignore[arg-type]
-    assert key != key_for("demo", "reference_logprob", "ab" * 32, share=1, shares=2)
+    assert key != key_for("demo", "reference_logprob", "ab" * 32, "initial", share=1, shares=2)
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", encode_column(column((1, 0, 5)))[:-40]])

@@ -148,6 +148,29 @@ def test_a_checkpoint_is_committed_once(ledger: Ledger, player: Any) -> None:
         player.checkpoint(1)
 
 
+def test_a_critic_of_its_own_is_committed_with_the_policy_and_found_again_as_of_the_same_step(
+    ledger: Ledger, player: Any
+) -> None:
+    player.admit(9)
+    for step in range(2):
+        player.group([0.0, 1.0])
+        player.batch(step, 1)
+    player.checkpoint(0, critic="critic-0")
+    ledger.rewind(RUN, 0)  # step 1 was made by both, but not committed: neither is found
+    found = ledger.latest_checkpoint(RUN)
+    assert found is not None
+    assert (found.step, found.critic_path, found.critic_digest) == (0, "checkpoints/critic/0.0", "critic-0")
+
+    player.checkpoint(1, lineage=1, critic="critic-1")
+    player.checkpoint(1, lineage=1, critic="critic-1")
+    with pytest.raises(IntegrityError, match="has critic critic-1, refusing another"):
+        player.checkpoint(1, lineage=1, critic="another")
+    found = ledger.latest_checkpoint(RUN)
+    assert found is not None
+    assert (found.step, found.critic_digest) == (1, "critic-1")
+    assert ledger.books(RUN).balanced
+
+
 def test_a_manifest_is_noted_once(ledger: Ledger, player: Any) -> None:
     player.admit(9)
     player.group([0.0, 1.0])

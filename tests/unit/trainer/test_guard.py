@@ -45,15 +45,15 @@ class World:
             spec=spec, state=self.root, rank=0, world_size=1, master_port=1, control_port=1, token="x" * 16, epoch=1
         )
         backend = TableBackend()
+        store: Any = self.store  # it only gets and puts
 
         def read(
             request: UpdateRequest, without: frozenset[str] = frozenset(), dropped: frozenset[str] = frozenset()
         ) -> Batch:
-            store: Any = self.store  # it only gets
             return read_batch(store, request, "demo", spec.algorithm, without, dropped)
 
         folders = CheckpointFolder(self.root / name / "checkpoints"), WeightsStore(self.root / name / "weights")
-        trainer = Trainer(launch, backend, read, *folders)
+        trainer = Trainer(launch, backend, read, *folders, store)
         trainer.start()
         return trainer, backend
 

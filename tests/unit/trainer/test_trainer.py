@@ -132,12 +132,15 @@ class World:
         )
         backend = CountingBackend()
 
-        def read(request: UpdateRequest, without: frozenset[str] = frozenset()) -> Batch:
-            store: Any = self.store  # it only gets
-            return read_batch(store, request, "demo", spec.algorithm, without)
+        store: Any = self.store  # it only gets and puts
+
+        def read(
+            request: UpdateRequest, without: frozenset[str] = frozenset(), dropped: frozenset[str] = frozenset()
+        ) -> Batch:
+            return read_batch(store, request, "demo", spec.algorithm, without, dropped)
 
         folders = CheckpointFolder(self.root / "checkpoints"), WeightsStore(self.root / "weights")
-        return Trainer(launch, backend, read, *folders), backend
+        return Trainer(launch, backend, read, *folders, store), backend
 
 
 @pytest.fixture
