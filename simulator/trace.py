@@ -89,7 +89,10 @@ class Measured(BaseModel):
         return replace(ModelCost.from_config(self.model, self.dtype), attention_width=0)
 
     def device(self) -> DeviceProfile:
-        """A device that is as fast as the nodes were: all of a step is fixed or per sequence, none of it is bytes."""
+        """A device that is as fast as the nodes were: all of a step is fixed or per sequence, none of it is bytes.
+
+        Computing a token, a forward pass at the speed of training, is a part of the measured step, not beside it.
+        """
         model = self.model_cost
         flops = roofline.TRAIN_PASSES * model.flops(1, 0)
         sequence_s = self.token_s / (FIXED_SEQUENCES + self.batch)
@@ -102,7 +105,7 @@ class Measured(BaseModel):
             decode_efficiency=1.0,
             train_efficiency=1.0,
             decode_step_s=sequence_s * FIXED_SEQUENCES,
-            decode_sequence_s=sequence_s,
+            decode_sequence_s=max(0.0, sequence_s - self.train_token_s / roofline.TRAIN_PASSES),
             link_bandwidth=1e18,
         )
 

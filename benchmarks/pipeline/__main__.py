@@ -48,11 +48,12 @@ def live() -> dict[str, Any]:
     result: dict[str, Any] = module.run_live(module.LiveSettings())
     print(module.table(result) + "\n")
     try:
-        error = calibrate(result)
+        found = calibrate(result)
     except SeamlessFlowError as problem:
         result["failed"]["calibration"] = str(problem)
-        error = None
-    return {**result, "calibration_error": error}
+        found = None
+    errors = (None, None) if found is None else found
+    return {**result, "calibration_error": errors[0], "prediction_error": errors[1]}
 
 
 def headline(cells: Sequence[Cell], measured: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def headline(cells: Sequence[Cell], measured: dict[str, Any]) -> dict[str, Any]:
         "sim_gain_vs_best_static": {one.key: one.gains for one in cells},
         "sim_ratio_vs_sync_colocated": {one.key: round(one.ratio, 3) for one in cells},
         "calibration_error": measured.get("calibration_error"),
+        "prediction_error": measured.get("prediction_error"),
         "preempt_ms_p50": measured.get("preempt_ms_p50"),
     }
 

@@ -1,10 +1,10 @@
-"""How well a simulation predicts live runs that it was not fitted to: all it knows is the record of another one."""
+"""How well a simulation agrees with live runs: with that whose record it has, and with others it was not fitted to."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from cli import stack
 from cli.trace import export
@@ -45,12 +45,17 @@ def predicted(trace: Trace, like: Measured | None = None) -> float:
     return simulate(replayed(trace, like)).wall_s
 
 
-def calibrate(live: dict[str, Any]) -> float | None:
-    """Mean relative error with which the records of :data:`FITTED` and :data:`CHANGES` predict the wall clock of the
-    other live runs.
+class Agreement(NamedTuple):
+    """Mean relative errors of the wall clock."""
 
-    ``live``: the result of ``run_live``. None if it does not hold these and another run.
-    """
+    calibrated: float
+    """Of each run as simulated from its own record."""
+    predicted: float
+    """Of the runs that are neither :data:`FITTED` nor :data:`CHANGES`, as simulated from the records of these two."""
+
+
+def calibrate(live: dict[str, Any]) -> Agreement | None:
+    """``live``: the result of ``run_live``. None if it does not hold these two runs and another."""
     record = live.get("record")
     if not record or not {FITTED, CHANGES} < set(record["runs"]):
         return None
@@ -63,21 +68,22 @@ def calibrate(live: dict[str, Any]) -> float | None:
     return compare(traces)
 
 
-def compare(traces: dict[str, Trace]) -> float | None:
-    """Print predictions beside what was measured; the mean relative error of those that were not fitted."""
-    rates, errors = traces[FITTED], []
+def compare(traces: dict[str, Trace]) -> Agreement:
+    """Print simulated seconds beside those measured."""
+    rates, owns, others = traces[FITTED], [], []
     measured = rates.measured.with_changes_of(traces[CHANGES].measured)
     fitted = rates.model_copy(update={"measured": measured})
     for name, trace in traces.items():
         wall_s = trace.measured.wall_s
         from_others, own = predicted(fitted, trace.measured), predicted(trace)
         known = name in (FITTED, CHANGES)
+        owns.append(abs(own / wall_s - 1))
         if not known:
-            errors.append(abs(from_others / wall_s - 1))
+            others.append(abs(from_others / wall_s - 1))
         print(
             f"{name}: live {wall_s:.1f} s; simulated from the records of {FITTED} and {CHANGES} {from_others:.1f} s "
             f"({from_others / wall_s - 1:+.1%}{', which is in sample' if known else ''}), "
             f"from its own {own:.1f} s ({own / wall_s - 1:+.1%})"
         )
     print()
-    return round(fmean(errors), 4) if errors else None
+    return Agreement(round(fmean(owns), 4), round(fmean(others), 4))

@@ -11,6 +11,7 @@ from benchmarks.pipeline.calibration import compare, predicted, replayed
 from simulator.run import simulate
 from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_token_s, fit_update, lines_of, read_trace
 from storage.errors import ConfigError
+from workflows.scheduling.roofline import decode_step_s
 
 CONFIG = {
     "hidden_size": 64,
@@ -69,8 +70,8 @@ def test_what_an_update_costs_is_told_from_what_a_token_costs() -> None:
 
 
 def test_a_measured_node_decodes_and_trains_as_it_was_measured() -> None:
-    service = next(trace().measured.cluster().each()).kind.device
-    assert service.decode_step_s + 6 * service.decode_sequence_s == pytest.approx(TOKEN_S)
+    node, model = next(trace().measured.cluster().each()).kind.device, trace().measured.model_cost
+    assert decode_step_s(node, model, 6, 6 * 400) == pytest.approx(TOKEN_S), "computing is a part of the measured step"
     result = simulate(replayed(trace()))
     trained = sum(step.train_s - 0.5 for step in result.steps)
     tokens = sum(line.prompt + sum(line.answers) + sum(line.observations) for line in trace().lines)
@@ -107,9 +108,12 @@ def test_what_one_run_cannot_measure_is_taken_from_another_and_neither_counts_as
     other = trace(pipeline="disaggregated", staleness=0, wall_s=10.0)
     told = rates.measured.with_changes_of(changes.measured)
     assert (told.token_s, told.rollout_to_train_s, told.sync_s) == (TOKEN_S, 0.1, 0.4)
-    error = compare({"off_policy": rates, "colocated": changes, "disaggregated": other})
+    runs = {"off_policy": rates, "colocated": changes, "disaggregated": other}
+    found = compare(runs)
     both = rates.model_copy(update={"measured": told})
-    assert error == round(abs(predicted(both, other.measured) / 10.0 - 1), 4)
+    assert found.predicted == round(abs(predicted(both, other.measured) / 10.0 - 1), 4)
+    owns = [abs(predicted(run) / run.measured.wall_s - 1) for run in runs.values()]
+    assert found.calibrated == round(sum(owns) / 3, 4)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"trace": 1}\n{}'])
