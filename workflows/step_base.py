@@ -36,6 +36,7 @@ class StepBase:
         self.stopping = False
         self.manifest = task.replay
         self.lease = task.gang
+        self.have = task.companions
         self.lost = ""
         self.queue_notice = ""
         self.granted_at: datetime | None = None
@@ -83,6 +84,7 @@ class StepBase:
             waiting_for=self._waiting(),
             manifest=self.manifest,
             lease=f"{self.lease.lease}/{self.lease.epoch}" if self.lease else None,
+            companions=self.have,
         )
 
     # For all parts

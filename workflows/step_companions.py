@@ -43,7 +43,6 @@ class StepCompanions(StepBase):
 
     def __init__(self, task: StepInput) -> None:
         super().__init__(task)
-        self.have = task.companions
         self.working: set[str] = set()
         """Leases that have work of this step."""
         self.told_at: datetime | None = None

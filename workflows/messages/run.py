@@ -142,6 +142,8 @@ class StepStatus(Message):
     waiting_for: str
     manifest: ManifestRef | None
     lease: str | None
+    companions: tuple[CompanionView, ...] = ()
+    """Leases of reference and critic that it knows of."""
 
 
 class EvaluationInput(Message):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from fake_world import NODES, FakeWorld, eventually
 from temporalio.client import WorkflowFailureError
+from temporalio.service import RPCError
 
 from cli.why import why_node
 from storage.errors import ConfigError, GangLost
 from workflows import calls
-from workflows.messages import ColumnsTask, Command, NodeSeen, Pause, SetTags
+from workflows.messages import ColumnsTask, Command, NodeSeen, Pause, SetTags, StepStatus
 from workflows.spec import RunSpec
 from workflows.training_run import TrainingRun
 
@@ -85,9 +86,7 @@ async def test_several_nodes_share_each_batch(world: FakeWorld) -> None:
     async with joined(world, "q", "r"):
         world.claims_open.clear()
         run = await world.start(spec(world, "q", "r"))
-        await world.until("start reference on q")
-        await world.until("start reference on r")
-        await eventually(lambda: len(world.deaths) == 2, "both references")
+        await until_known(world, "q", "r")
         world.claims_open.set()
         await run.result()
     assert sorted(passes(world, 1)) == ["q", "r"]
@@ -99,7 +98,7 @@ async def test_a_node_that_is_lost_in_the_pass_is_fenced_and_another_computes_it
     async with joined(world, "q", "r"):
         world.claims_open.clear()
         run = await world.start(spec(world, "q", "r"))
-        await eventually(lambda: len(world.deaths) == 2, "both references")
+        await until_known(world, "q", "r")
         world.claims_open.set()
         await eventually(lambda: len(passes(world, 0)) == 2, "both to compute")
         await world.pool().signal("node_lost", NodeSeen(node="r", boot_id="boot"))
@@ -208,6 +207,20 @@ async def test_a_reference_that_cannot_be_loaded_fails_the_run_with_its_message(
         with pytest.raises(WorkflowFailureError) as caught:
             await run.result()
     assert "algorithm.reference /models/none" in calls.reason_of(caught.value.cause)
+
+
+async def until_known(world: FakeWorld, *nodes: str) -> None:
+    """Wait until the first step knows that these are ready."""
+    step = world.client.get_workflow_handle(calls.step_id(world.run, 0, 0))
+    found: list[str] = []
+    for _ in range(600):
+        with contextlib.suppress(RPCError):  # it has not begun
+            status = await step.query("status", result_type=StepStatus)
+            found = sorted(node for one in status.companions if one.state == "ready" for node in one.members)
+            if found == sorted(nodes):
+                return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"the step knows of {found}, not of {nodes}: {world.log}")
 
 
 async def eventually_free(world: FakeWorld, node: str) -> None:
