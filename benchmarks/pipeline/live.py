@@ -50,7 +50,7 @@ class LiveSettings:
 
     pipelines: tuple[str, ...] = PIPELINES
     steps: int = 5
-    groups_per_step: int = 64
+    groups_per_step: int = 48
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
     target_in_flight: int = 64
