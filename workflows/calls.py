@@ -7,7 +7,7 @@ try cannot cure are listed in :data:`PERMANENT`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -308,6 +308,19 @@ _SIGNAL_OF = {
 async def tell_owner(owner: str, event: LeaseEvent) -> bool:
     """Send a lease event to the lease's owner, under the signal name of its state."""
     return await tell(owner, _SIGNAL_OF[event.state], event)
+
+
+def call_off(handles: Iterable[ActivityHandle[Any]]) -> None:
+    """Cancel those that have not ended. Nobody waits for them any more: how they end is no error that was missed."""
+    for handle in handles:
+        if not handle.done():
+            handle.cancel()
+        handle.add_done_callback(_seen)
+
+
+def _seen(handle: ActivityHandle[Any]) -> None:
+    if not handle.cancelled():
+        handle.exception()
 
 
 def reason_of(error: BaseException) -> str:

@@ -60,8 +60,7 @@ class StepBatch(StepGang):
                 await self._return_if_late(handle)
                 await self.until("enough complete groups", self._claim_settled(handle))
             finally:
-                if not handle.done():
-                    handle.cancel()
+                calls.call_off([handle])
             if handle.done():
                 try:
                     result = await handle

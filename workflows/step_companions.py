@@ -116,9 +116,7 @@ class StepCompanions(StepBase):
                 continue
             finally:
                 self.working.discard(companion.lease)
-                for handle in handles:
-                    if not handle.done():
-                        handle.cancel()
+                calls.call_off(handles)
             if found is not None:
                 return found
             why = f"its lease of {', '.join(companion.members)} has ended"

@@ -95,9 +95,7 @@ class StepGang(StepCompanions):
             self.lost = self.lost or calls.reason_of(error)
             return None
         finally:
-            for handle in handles:
-                if not handle.done():
-                    handle.cancel()
+            calls.call_off(handles)
 
     def _ready(self) -> bool:
         return self.lease is not None and self.lease.state == "ready"
