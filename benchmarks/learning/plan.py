@@ -57,9 +57,14 @@ TASKS = {
         last=6,
         lanes=LANES,
         sections={
-            "algorithm": {"group_size": 4, "groups_per_step": 8, "drop_zero_variance": False},
-            "trainer": {"learning_rate": 1.5e-4},
-            "pipeline": {"steps": 32, "target_in_flight": 32},
+            "algorithm": {
+                "group_size": 4,
+                "groups_per_step": 8,
+                "drop_zero_variance": False,
+                "entropy_coefficient": 0.01,
+            },
+            "trainer": {"learning_rate": 1e-4},
+            "pipeline": {"steps": 40, "target_in_flight": 32},
         },
         ppo={"critic_learning_rate": 1e-3},
     ),
@@ -72,9 +77,9 @@ TASKS = {
         last=4,
         lanes=(LANES[0],),
         sections={
-            "algorithm": {"group_size": 4, "groups_per_step": 6, "drop_zero_variance": False},
-            "trainer": {"learning_rate": 1e-5},
-            "pipeline": {"steps": 18, "target_in_flight": 24},
+            "algorithm": {"group_size": 4, "groups_per_step": 8, "drop_zero_variance": False},
+            "trainer": {"learning_rate": 5e-6},
+            "pipeline": {"steps": 20, "target_in_flight": 32},
         },
     ),
 }
