@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -136,12 +137,13 @@ async def test_what_a_change_of_roles_costs_and_gains_is_measured_and_told(world
     await world.until("train 0.1 on m1")
     world.training_open.clear()
     await world.until("train 0.2 on m2")
-    status = await world.status()
+    async with asyncio.timeout(60):  # the engines take the weights of the step before while this one is trained
+        while not (status := await world.status()).switch_cost.weights:  # noqa: ASYNC110 - it tells no one
+            await asyncio.sleep(0.05)
     world.training_open.set()
     await run.result()
     assert status.switch_cost.release
     assert status.switch_cost.load
-    assert status.switch_cost.weights
     back = [record for record in status.switches if "until the next batch" in record.decision.why]
     assert [record.step for record in back] == [1, 2]
     assert {record.decision.what for record in back} == {"switch"}
