@@ -14,7 +14,7 @@ from workers.engines.base import Chunk, Engine, Loaded, Sampling
 from workers.engines.sglang import GATHER_S
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-LONG = 1500
+LONG = 6000
 """Tokens of a request that is still running when the test gets to it."""
 LIMIT_S = 90.0
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 VOCAB = 64
-CONTEXT = 2048
+CONTEXT = 8192
 LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012345678{}"'
 """Token ``i`` is the text ``LETTERS[i]``."""
 SHAPE: dict[str, Any] = {

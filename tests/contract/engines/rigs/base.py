@@ -106,7 +106,7 @@ class Rig:
                 "data": {"path": "tasks.jsonl"},
                 "reward": {"target": "reward:score"},
                 "nodes": [{"id": "n0", "tags": ["rollout", "train"]}],
-                "engine": {"kind": self.kind, "kv_tokens": 32768, "max_running": 16, **self.engine},
+                "engine": {"kind": self.kind, "kv_tokens": 131072, "max_running": 16, **self.engine},
             }
         )
 
