@@ -13,7 +13,6 @@ from kills import kill, resident, service, steps_done, wait_until
 
 from cli import stack
 from cli.stack import StackStatus
-from storage.ledger import Ledger
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -36,11 +35,7 @@ def wait_for_step(job: Job, number: int, run: subprocess.Popen[bytes]) -> None:
 
 
 def balanced_to_the_end(job: Job, line: dict[str, object]) -> None:
-    ledger = Ledger(job.state.cluster().ledger_url)
-    try:
-        books = ledger.books(job.run)
-    finally:
-        ledger.close()
+    books = job.books()
     assert books.balanced
     assert sum(books.pending.values()) == 0
     assert set(books.failed) <= {"infra"}, "an infrastructure failure never counts against the agent or the reward"

@@ -77,10 +77,6 @@ def test_a_node_loses_the_tag_reward_and_gets_it_back_and_the_run_waits_and_goes
         run.wait()
     line = json.loads((tmp_path / "demo.log").read_text().strip().splitlines()[-1])
     assert (line["steps"], line["ledger_balanced"], line["tokens_lost"]) == (STEPS, True, 0)
-    ledger = Ledger(job.state.cluster().ledger_url)
-    try:
-        books = ledger.books(job.run)
-    finally:
-        ledger.close()
+    books = job.books()
     assert books.balanced
     assert set(books.failed) <= {"infra"}

@@ -64,11 +64,7 @@ def test_the_json_line_tells_what_was_reached(finished: Finished) -> None:
 
 def test_the_books_balance_and_nothing_is_pending_at_the_end(finished: Finished) -> None:
     job, _ = finished
-    ledger = Ledger(job.state.cluster().ledger_url)
-    try:
-        books = ledger.books(job.run)
-    finally:
-        ledger.close()
+    books = job.books()
     assert books.balanced
     assert sum(books.pending.values()) == 0
     assert books.produced == books.trained + sum(books.filtered.values()) + sum(books.failed.values())

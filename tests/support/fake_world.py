@@ -241,6 +241,15 @@ class FakeWorld:
             yield
 
     @contextlib.asynccontextmanager
+    async def joined(self, tag: str, *nodes: str) -> AsyncIterator[None]:
+        """More nodes, which have one tag."""
+        async with contextlib.AsyncExitStack() as stack:
+            for node in nodes:
+                await stack.enter_async_context(self.playing(node))
+                await self.add_node(node, tags=frozenset({tag}))
+            yield
+
+    @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(control_worker(self.client, self._control()))

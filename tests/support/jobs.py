@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from storage.ledger import Books, Ledger
 from workers.cluster import StateFolder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,6 +29,14 @@ class Job:
     def demo(self, *more: str) -> list[str]:
         """Command line that runs the job to its end; its last line of output is the JSON object."""
         return self.command("demo", str(self.file), "--state", str(self.state.root), "--keep", *more)
+
+    def books(self) -> Books:
+        """What became of the run's samples, as the ledger has it."""
+        ledger = Ledger(self.state.cluster().ledger_url)
+        try:
+            return ledger.books(self.run)
+        finally:
+            ledger.close()
 
 
 def write_job(folder: Path, model: Path, run: str, **changes: dict[str, Any] | list[Any]) -> Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -30,16 +29,6 @@ def spec(world: FakeWorld, *references: str, algorithm: dict[str, Any] | None = 
     return world.spec(**{"nodes": nodes, "algorithm": settings, "pipeline": {"steps": 2}, **changes})
 
 
-@contextlib.asynccontextmanager
-async def joined(world: FakeWorld, *nodes: str) -> AsyncIterator[None]:
-    """Nodes with the tag ``reference``."""
-    async with contextlib.AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(world.playing(node))
-            await world.add_node(node, tags=frozenset({"reference"}))
-        yield
-
-
 def passes(world: FakeWorld, step: int) -> list[str]:
     """Where the reference began to compute a step's batch."""
     begun = f"reference of 0.{step} on "
@@ -49,7 +38,7 @@ def passes(world: FakeWorld, step: int) -> list[str]:
 async def test_the_reference_s_nodes_compute_each_batch_before_its_update_and_keep_their_lease(
     world: FakeWorld,
 ) -> None:
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         result = await (await world.start(spec(world, "r"))).result()
     assert (result.steps, result.balanced) == (2, True)
     assert world.log.count("start reference on r") == 1
@@ -67,7 +56,7 @@ async def test_rollout_goes_on_while_the_reference_computes_and_the_train_node_i
     world: FakeWorld,
 ) -> None:
     world.passes_open.clear()
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         run = await world.start(spec(world, "r"))
         await world.until("reference of 0.0 on r")
         assert set(world.routes) == {"a", "b"}
@@ -83,7 +72,7 @@ async def test_rollout_goes_on_while_the_reference_computes_and_the_train_node_i
 
 
 async def test_several_nodes_share_each_batch(world: FakeWorld) -> None:
-    async with joined(world, "q", "r"):
+    async with world.joined("reference", "q", "r"):
         world.claims_open.clear()
         run = await world.start(spec(world, "q", "r"))
         await until_known(world, "q", "r")
@@ -95,7 +84,7 @@ async def test_several_nodes_share_each_batch(world: FakeWorld) -> None:
 
 async def test_a_node_that_is_lost_in_the_pass_is_fenced_and_another_computes_its_share(world: FakeWorld) -> None:
     world.passes_open.clear()
-    async with joined(world, "q", "r"):
+    async with world.joined("reference", "q", "r"):
         world.claims_open.clear()
         run = await world.start(spec(world, "q", "r"))
         await until_known(world, "q", "r")
@@ -117,7 +106,7 @@ async def test_ranks_that_die_in_the_pass_are_started_again_and_compute_it(world
             raise GangLost("rank 0 was killed")
 
     world.on_pass = die_once
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         assert (await (await world.start(spec(world, "r"))).result()).steps == 2
     assert world.log.count("start reference on r") == 2
     assert passes(world, 0) == ["r", "r"]
@@ -129,14 +118,14 @@ async def test_ranks_that_fail_but_live_lose_their_lease_and_the_pass_is_made_un
             raise GangLost("this trainer has failed and must be restarted")
 
     world.on_pass = fail_once
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         assert (await (await world.start(spec(world, "r"))).result()).steps == 2
     assert world.position("park reference r") < world.position("reference wrote 1/1 of m0")
 
 
 async def test_a_node_is_re_tagged_to_the_reference_and_away_from_it(world: FakeWorld) -> None:
     world.claims_open.clear()
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         run = await world.start(spec(world, "r"))
         await world.until("start reference on r")
         await world.pool().execute_update("set_tags", SetTags(node="r", tags=frozenset({"reward"}), actor="ann"))
@@ -158,7 +147,7 @@ async def test_a_step_that_is_replayed_asks_again_and_the_reference_was_never_re
             raise GangLost("rank 0 was killed")
 
     world.on_train = die_once
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         assert (await (await world.start(spec(world, "r"))).result()).steps == 2
     assert "reference of 1.1 on r" in world.log
     assert world.log.count("start reference on r") == 1
@@ -166,7 +155,7 @@ async def test_a_step_that_is_replayed_asks_again_and_the_reference_was_never_re
 
 async def test_parts_that_are_trained_ahead_of_their_batch_come_with_their_columns(world: FakeWorld) -> None:
     world.claims_open.clear()
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         run = await world.start(spec(world, "r", pipeline={"name": "off_policy", "accumulate": True, "steps": 1}))
         await world.until("accumulate part of 0")
         world.claims_open.set()
@@ -177,7 +166,7 @@ async def test_parts_that_are_trained_ahead_of_their_batch_come_with_their_colum
 
 async def test_a_pause_that_gives_back_frees_the_reference_s_node_too(world: FakeWorld) -> None:
     world.claims_open.clear()
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         run = await world.start(spec(world, "r"))
         await world.until("start reference on r")
         await run.execute_update(TrainingRun.pause, Pause(mode="drain", give_back=True))
@@ -189,7 +178,7 @@ async def test_a_pause_that_gives_back_frees_the_reference_s_node_too(world: Fak
 
 async def test_a_stop_now_ends_a_pass(world: FakeWorld) -> None:
     world.passes_open.clear()
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         run = await world.start(spec(world, "r"))
         await world.until("reference of 0.0 on r")
         await run.execute_update("stop", {"mode": "now"})
@@ -202,7 +191,7 @@ async def test_a_reference_that_cannot_be_loaded_fails_the_run_with_its_message(
         raise ConfigError("algorithm.reference /models/none: no config.json there")
 
     world.on_pass = refuse
-    async with joined(world, "r"):
+    async with world.joined("reference", "r"):
         run = await world.start(spec(world, "r"))
         with pytest.raises(WorkflowFailureError) as caught:
             await run.result()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -25,22 +23,12 @@ def spec(world: FakeWorld, *critics: str, **changes: Any) -> RunSpec:
     return world.spec(**{"nodes": nodes, "algorithm": PPO, "pipeline": {"steps": 2}, **changes})
 
 
-@contextlib.asynccontextmanager
-async def joined(world: FakeWorld, *nodes: str) -> AsyncIterator[None]:
-    """Nodes with the tag ``critic``."""
-    async with contextlib.AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(world.playing(node))
-            await world.add_node(node, tags=frozenset({"critic"}))
-        yield
-
-
 def count(world: FakeWorld, beginning: str) -> int:
     return sum(line.startswith(beginning) for line in world.log)
 
 
 async def test_values_come_before_the_update_and_the_critic_learns_before_both_are_committed(world: FakeWorld) -> None:
-    async with joined(world, "c"):
+    async with world.joined("critic", "c"):
         result = await (await world.start(spec(world))).result()
     assert (result.steps, result.balanced) == (2, True)
     for step in range(2):
@@ -66,7 +54,7 @@ async def test_a_critic_whose_ranks_die_in_its_update_starts_from_the_committed_
             raise GangLost("rank 0 was killed")
 
     world.on_critic = die_once
-    async with joined(world, "c"):
+    async with world.joined("critic", "c"):
         assert (await (await world.start(spec(world))).result()).steps == 2
     learns, again = "critic learns 0.1 from critic, return", "start critic on c at 1 from /critic0"
     assert world.position(learns) < world.position(again)
@@ -82,7 +70,7 @@ async def test_a_trainer_that_is_lost_is_rewound_and_a_critic_that_had_not_learn
             raise GangLost("rank 0 was killed")
 
     world.on_train = die_once
-    async with joined(world, "c"):
+    async with world.joined("critic", "c"):
         assert (await (await world.start(spec(world))).result()).steps == 2
     assert world.position("rewind to lineage 1") < world.position("critic learns 1.1 from critic, return")
     assert count(world, "start critic") == 1
@@ -90,7 +78,7 @@ async def test_a_trainer_that_is_lost_is_rewound_and_a_critic_that_had_not_learn
 
 async def test_what_was_learnt_but_not_committed_is_rewound_with_the_policy(world: FakeWorld) -> None:
     world.halt_at = "begin commit 0.1"
-    async with joined(world, "c"):
+    async with world.joined("critic", "c"):
         await world.start(spec(world))
         await world.until(world.halt_at)
         world.halt_at = ""
@@ -113,11 +101,11 @@ async def test_what_was_learnt_but_not_committed_is_rewound_with_the_policy(worl
 
 
 async def test_a_critic_s_node_that_is_lost_is_replaced_by_another_from_the_committed_state(world: FakeWorld) -> None:
-    async with joined(world, "c"):
+    async with world.joined("critic", "c"):
         world.halt_at = "critic of 0.1 on c"
         run = await world.start(spec(world, pool={"nodes": "any"}))
         await world.until(world.halt_at)
-        async with joined(world, "d"):
+        async with world.joined("critic", "d"):
             world.critic = None  # its ranks are gone with it
             await world.pool().signal("node_lost", NodeSeen(node="c", boot_id="boot"))
             await world.until("start critic on d at 1 from /critic0")
@@ -135,7 +123,7 @@ async def test_a_batch_that_the_critic_cannot_learn_from_stops_the_run_and_nothi
         raise BadBatch("the critic's loss, nan, is not finite")
 
     world.on_critic = refuse
-    async with joined(world, "c"):
+    async with world.joined("critic", "c"):
         run = await world.start(spec(world))
         with pytest.raises(WorkflowFailureError) as caught:
             await run.result()
@@ -145,7 +133,7 @@ async def test_a_batch_that_the_critic_cannot_learn_from_stops_the_run_and_nothi
 
 
 async def test_a_gang_of_two_nodes_is_the_critic_s_and_both_take_part(world: FakeWorld) -> None:
-    async with joined(world, "c", "d"):
+    async with world.joined("critic", "c", "d"):
         assert (await (await world.start(spec(world, "c", "d"))).result()).steps == 2
     for node in ("c", "d"):
         assert f"critic of 0.0 on {node}" in world.log
