@@ -9,6 +9,7 @@ also cuts what runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -17,9 +18,12 @@ from functools import partial
 from typing import Any
 
 from proxy.meter import BusyMeter
-from storage.errors import DeadlineError
+from proxy.upstream import DRAIN_S
+from storage.errors import DeadlineError, EngineError
 from storage.ledger import Ledger, Route
 from workers.engines.base import Engine
+
+_log = logging.getLogger(__name__)
 
 EngineFactory = Callable[[Route], Engine]
 
@@ -48,16 +52,17 @@ class RouteUse:
     route: Route
     engine: Engine
     entry: _Entry
-    on_cut: Callable[[], None] | None = None
-    """Called once when the route is closed under the generation."""
+    on_cut: Callable[[asyncio.Future[None] | None], None] | None = None
+    """Called once when the route is closed under the generation, with the abort of all that its engine has, if there
+    was one."""
     cut: bool = False
 
-    def end(self) -> None:
+    def end(self, all_aborted: asyncio.Future[None] | None = None) -> None:
         """Tell the generation to leave."""
         if not self.cut:
             self.cut = True
             if self.on_cut is not None:
-                self.on_cut()
+                self.on_cut(all_aborted)
 
 
 class RouteTable:
@@ -196,11 +201,18 @@ class RouteTable:
         return [] if old is None else [old]
 
     async def _drained(self, leaving: list[_Entry]) -> None:
+        """Have all generations leave; their engine is told once for all of them."""
+        aborts: dict[_Entry, asyncio.Future[None]] = {}
         for entry in leaving:
             entry.idle.clear()
-            for use in list(entry.uses):
-                use.end()
+            uses = list(entry.uses)
+            if uses:
+                aborts[entry] = asyncio.ensure_future(_abort_all(entry.engine))
+            for use in uses:
+                use.end(aborts.get(entry))
         for entry in leaving:
+            if entry in aborts:
+                await aborts[entry]
             if entry.uses:
                 await self._idle(entry)
             if self._entries.get(entry.route.lease) is not entry:
@@ -236,3 +248,12 @@ class RouteTable:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _abort_all(engine: Engine) -> None:
+    """An engine that does not answer is left to its requests, which are dropped one by one."""
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            await engine.abort(None)
+    except (EngineError, TimeoutError) as error:
+        _log.info("abort of all that an engine has: %s", error)

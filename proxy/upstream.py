@@ -11,6 +11,8 @@ from workers.engines.base import Chunk, Engine, Sampling, TokenIds
 
 DRAIN_S = 1.0
 """How long an interrupted engine has to hand over its last tokens before the connection is dropped."""
+MISSED_S = 0.25
+"""How long a request may outlive an abort of all before it is aborted by its id: it was not there yet."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +45,13 @@ class Upstream:
             self._reading = None
         return None
 
-    def interrupt(self) -> None:
-        """Abort on the engine by request id; tokens that still come within :data:`DRAIN_S` are kept."""
+    def interrupt(self, all_aborted: asyncio.Future[None] | None = None) -> None:
+        """Abort on the engine by request id; tokens that still come within :data:`DRAIN_S` are kept.
+
+        ``all_aborted``: done when whoever interrupts has had the engine abort all it has, this request among it.
+        """
         if self._interruption is None and not self._over.is_set():
-            self._interruption = asyncio.create_task(self._interrupt(), name=f"interrupt {self._request_id}")
+            self._interruption = asyncio.create_task(self._interrupt(all_aborted), name=f"interrupt {self._request_id}")
 
     async def close(self) -> None:
         """Drop the connection, which aborts the request if it still runs."""
@@ -56,10 +61,11 @@ class Upstream:
             await self._interruption
         await self._chunks.aclose()
 
-    async def _interrupt(self) -> None:
+    async def _interrupt(self, all_aborted: asyncio.Future[None] | None) -> None:
         try:
             async with asyncio.timeout(DRAIN_S):
-                await self._engine.abort(self._request_id)
+                if all_aborted is None or not await self._ended_with(all_aborted):
+                    await self._engine.abort(self._request_id)
         except (EngineError, TimeoutError) as error:
             # The engine may be gone; dropping the connection below aborts the request if it is not.
             _log.info("abort of %s: %s", self._request_id, error)
@@ -69,3 +75,10 @@ class Upstream:
         self._over.set()
         if self._reading is not None:
             self._reading.reschedule(asyncio.get_running_loop().time())
+
+    async def _ended_with(self, all_aborted: asyncio.Future[None]) -> bool:
+        await asyncio.wait({all_aborted})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MISSED_S):
+                await self._over.wait()
+        return self._over.is_set()

@@ -39,7 +39,7 @@ from workflows.calls import run_id
 from workflows.spec import RunSpec
 
 PIPELINES = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
-TASKS = 800
+TASKS = 1200
 POLL_S = 0.5
 END_LIMIT_S = 90.0
 
@@ -50,7 +50,7 @@ class LiveSettings:
 
     pipelines: tuple[str, ...] = PIPELINES
     steps: int = 5
-    groups_per_step: int = 48
+    groups_per_step: int = 64
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
     target_in_flight: int = 64

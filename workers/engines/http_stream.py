@@ -74,6 +74,11 @@ class StreamClient:
         """Close every connection, also those in use."""
         await asyncio.gather(*[connection.abort("closed here") for connection in self._open])
 
+    def hurry(self) -> None:
+        """The answers under way are about to end: no socket rests any more before that."""
+        for connection in list(self._open):
+            connection.hurry()
+
     def keep(self, connection: Connection) -> None:
         """It can carry another request."""
         self._idle.append(connection)
@@ -120,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._first = 0.0  # when the first piece was handed over
         self._due = 0.0  # when the next may be
         self._rest_s = self._least_gap_s = 0.0
+        self._hurries = False
 
     @property
     def status(self) -> int:
@@ -129,7 +135,7 @@ class Connection(asyncio.Protocol):
     async def exchange(self, head: bytes, body: bytes, whole: bool) -> Connection:
         """Send a request and wait for the first of its answer's body. Raises StreamBroken."""
         self._answer = Answer()
-        self._busy, self._left = True, False
+        self._busy, self._left, self._hurries = True, False, False
         self._first, self._rest_s = 0.0, PACE[0][1]
         self._least_gap_s = WHOLE_GAP_S if whole else 0.0
         self._due = self._loop.time() + WHOLE_GAP_S if whole else 0.0
@@ -161,6 +167,8 @@ class Connection(asyncio.Protocol):
             self._first = self._first or now
             self._rest_s, gap = next((rest, gap) for age, rest, gap in PACE if now - self._first < age)
             self._due = now + max(gap, self._least_gap_s)
+            if self._hurries:
+                self._rest_s, self._due = 0.0, now
             self._rest(self._rest_s)
         return data
 
@@ -183,6 +191,15 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         else:
             self.abort("left by its reader")
+
+    def hurry(self) -> None:
+        """From here to its end the answer is read as it comes."""
+        if self._busy and not self._left:
+            self._hurries = True
+            self._rest_s = self._due = 0.0
+            if self._waiter is not None:
+                self._cancel_timer()
+                self._rested()
 
     def abort(self, why: str) -> asyncio.Future[None]:
         """Close at once; the future is done when that has happened."""

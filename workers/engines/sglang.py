@@ -64,6 +64,8 @@ class SglangEngine(HttpEngine):
 
     async def abort(self, request_id: str | None) -> None:
         await self._post("abort_request", {"rid": request_id or "", "abort_all": request_id is None})
+        if request_id is None:
+            self._streams.hurry()
 
     async def load_weights(self, path: str, version: int, transfer: Transfer | None = None) -> Loaded:
         """Load and confirm; the caches of old versions are kept apart by the salt, not by a flush."""

@@ -93,6 +93,8 @@ class VllmEngine(HttpEngine):
 
     async def abort(self, request_id: str | None) -> None:
         await self._post("abort_requests", {} if request_id is None else {"request_ids": [PREFIX + request_id]})
+        if request_id is None:
+            self._streams.hurry()
 
     async def load_weights(self, path: str, version: int, transfer: Transfer | None = None) -> Loaded:
         """See :meth:`workers.engines.base.Engine.load_weights`.
