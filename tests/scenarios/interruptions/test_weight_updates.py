@@ -71,6 +71,48 @@ async def test_a_generation_cut_at_any_token_boundary_goes_on_under_the_next_wei
     assert seen == {cut: 2 if 0 < cut < 200 else 1 for cut in cuts}
 
 
+class Counting(ScriptedEngine):
+    """Notes what it is asked to abort."""
+
+    def __init__(self, plays, **options):
+        super().__init__(plays, **options)
+        self.aborts = []
+
+    async def abort(self, rid):
+        self.aborts.append(rid)
+        await super().abort(rid)
+
+
+class Late(Counting):
+    """Every request reaches it behind the abort of all."""
+
+    async def abort(self, rid):
+        if rid is None:
+            self.aborts.append(rid)
+        else:
+            await super().abort(rid)
+
+
+@pytest.mark.parametrize("engine_class", [Counting, Late])
+async def test_a_node_that_is_taken_is_told_once_and_again_only_of_what_it_had_not_heard_of(
+    start_bench, until, engine_class
+):
+    cuts = range(10, 200, 10)
+    bench = await start_bench(
+        scripted={"respond": first_cuts(cuts)}, engine_class=engine_class, agent={"max_turns": len(cuts)}
+    )
+    asking = asyncio.create_task(ask_often(bench, len(cuts)))
+    await until(lambda: sum(len(o.ids) for o in bench.engine.outputs.values()) == sum(cuts), "all stand at their cuts")
+    begun = {request.rid for request in bench.engine.requests}
+    await bench.route("closed")
+    assert bench.engine.aborts[0] is None
+    assert set(bench.engine.aborts[1:]) == (begun if engine_class is Late else set())
+    await bench.route("open", 0)
+    for choice in await asking:
+        assert tuple(choice.recording.ids) == WHOLE
+        assert_as_logged(choice, bench.engine)
+
+
 @pytest.mark.parametrize("spoken", DIALECTS, ids=str)
 async def test_one_generation_outlives_an_update_at_each_of_its_tokens(start_bench, until, spoken):
     # Each boundary alone is the scenario above; this one is about one generation of many segments.

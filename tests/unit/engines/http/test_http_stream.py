@@ -463,6 +463,35 @@ async def test_what_comes_while_the_socket_rests_is_handed_over_together() -> No
     assert len(parts) < count / 2
 
 
+async def test_an_abort_of_all_ends_the_rest_of_every_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.http_stream.PACE", ((float("inf"), 600.0, 600.0),))
+    asked = asyncio.Event()
+
+    async def decode(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(HEAD + chunk(event(1)))
+        await asked.wait()
+        await peer.send(chunk(event(2)))
+        await asyncio.sleep(0)
+        await peer.send(LAST + chunk(DONE) + END)
+        await peer.gone()
+
+    async def abort(peer: Peer) -> None:
+        assert orjson.loads(await peer.request())["abort_all"]
+        asked.set()
+        await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        await peer.gone()
+
+    read = {1: asyncio.Event()}
+    async with engine_at(decode, abort) as (_, engine), asyncio.timeout(20):
+        reading = asyncio.create_task(collect(engine, told=read))
+        await read[1].wait()
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        await engine.abort(None)
+        assert await reading == [1, 2, 3]
+
+
 async def test_a_prompt_goes_out_alike_as_a_list_or_an_array() -> None:
     bodies: list[bytes] = []
 
