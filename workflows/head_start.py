@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from temporalio import workflow
@@ -36,15 +37,21 @@ class HeadStart:
         self._ended = True
 
     async def run(self, lease: LeaseEvent, part: PartResult | None = None) -> None:
-        """Accumulate part after part until the end, ``part`` first."""
+        """Accumulate part after part until the end, ``part`` first; each is looked for while the one before it is
+        computed, so that the gang goes from one to the next."""
+        ahead: asyncio.Task[PartResult | None] | None = None
         try:
             while not self._ended:
-                part = part or await self.next_part()
+                part = part or await (ahead or self.next_part())
                 if part is not None:
+                    ahead = asyncio.create_task(self.next_part())
                     await self._accumulate(lease, part)
                 part = None
         except ActivityError as error:
             self.failed = calls.reason_of(error)
+        finally:
+            if ahead is not None:
+                ahead.cancel()
 
     async def next_part(self, least: int | None = None) -> PartResult | None:
         """Wait for groups, at least so many; None if the end comes sooner."""
@@ -53,9 +60,11 @@ class HeadStart:
         handle = calls.on_control(
             "next_part", ask, PartResult, limit=calls.FOREVER, summary=f"a part of the batch of step {task.step}"
         )
-        await workflow.wait_condition(lambda: handle.done() or self._ended)
+        try:
+            await workflow.wait_condition(lambda: handle.done() or self._ended)
+        finally:
+            calls.call_off([handle])
         if not handle.done():
-            handle.cancel()
             return None
         part = await handle
         self.taken += part.ordinals

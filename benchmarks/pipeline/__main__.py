@@ -5,8 +5,8 @@
     python -m benchmarks.pipeline --live-only
 
 Simulated cells say how every pipeline does at its own best split of the nodes, against the best static split at equal
-staleness, against the peers' switching rules and against synchronous colocated training. Prints tables and, last, one
-JSON line.
+staleness, against the peers' switching rules and against synchronous colocated training. Prints tables, which bars are
+met and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from benchmarks.pipeline.bars import bars
 from benchmarks.pipeline.calibration import calibrate
 from benchmarks.pipeline.cells import cell
 from benchmarks.pipeline.simulated import PRESETS, SIZES, Cell, cohort_error, shares_of, speed
@@ -93,7 +94,9 @@ def main() -> None:
                 print(f"{one.key}: by cohorts instead, the wall clock differs by at most {cohort_error(one):.1%}")
         if max(sizes) > EXACT:
             print(f"{max(sizes)} nodes x 100 steps, multiplexed: simulated in {speed(max(sizes)):.0f} s\n")
-    print(json.dumps(headline(cells, measured)))
+    line = headline(cells, measured)
+    print("\n".join(bars(line, cells)) + "\n")
+    print(json.dumps(line))
     if measured.get("failed"):
         sys.exit(f"live runs failed: {measured['failed']}")
 

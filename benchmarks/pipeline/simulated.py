@@ -42,7 +42,6 @@ CLOSE = 0.02
 STATIC = ("disaggregated", "micro_batch", "off_policy", "off_policy+parts")
 """Fixed roles. The last one is off-policy filling that accumulates gradients as groups complete, too: the strongest
 that fixed roles can do."""
-ON_POLICY = ("disaggregated", "micro_batch")
 OURS = "multiplexed"
 """It accumulates, and calls its train nodes as early as they need not wait."""
 EQUAL_STALENESS = ("off_policy", "off_policy+parts")
@@ -131,9 +130,12 @@ def measure(name: str, nodes: int, shares: dict[str, float]) -> Cell:
     began = time.perf_counter()
     choices = {"colocated": Choice(nodes, _final(scenario(name, nodes, "colocated"), nodes))}
     for variant in variants(nodes):
-        fixed = {choices[n].trainers for n in EQUAL_STALENESS} if variant == OURS and nodes <= SEARCHED else set()
-        count = _trainers(name, nodes, variant, shares, fixed)
-        choices[variant] = _choice(scenario(name, nodes, variant), count)
+        if variant in EQUAL_STALENESS or variant == OURS:
+            starts = {choices[n].trainers for n in EQUAL_STALENESS} if variant == OURS else set()
+            choices[variant] = _best(name, nodes, variant, shares, starts)
+        else:  # they lose by far; their best split need not be known to the node
+            count = _share(nodes, variant, shares) or balanced(_briefly(scenario(name, nodes, variant)))
+            choices[variant] = _choice(scenario(name, nodes, variant), count)
     for peer in PEERS if nodes <= EXPLORED else ():
         tried = {choices[other].trainers for other in ("off_policy", OURS)}
         options = [_choice(scenario(name, nodes, peer), count) for count in sorted(tried)]
@@ -146,20 +148,29 @@ def variants(nodes: int) -> tuple[str, ...]:
     return (*EQUAL_STALENESS, OURS) if SEARCHED < nodes <= EXACT else (*STATIC, OURS)
 
 
-def _trainers(name: str, nodes: int, variant: str, shares: dict[str, float], starts: set[int]) -> int:
-    """How many nodes train: searched, also from ``starts`` on, or by the share found by a search at a smaller size."""
-    known = max(1, round(shares[variant] * nodes)) if variant in shares else None
-    if known is not None and (nodes > SEARCHED or variant in ON_POLICY):
-        return known
-    asked = _briefly(scenario(name, nodes, variant))
-    if variant in ON_POLICY:  # they lose by far; their best split need not be known to the node
-        return balanced(asked)
-    if not starts and known is None and _times(asked) > 1:
-        return search(asked).best
-    found: dict[int, Result] = {}
-    for start in sorted(starts) or [known or balanced(asked)]:
-        found |= climb(asked, start).results
-    return Search(found).calmest(CLOSE) if variant == OURS else Search(found).best
+def _share(nodes: int, variant: str, shares: dict[str, float]) -> int | None:
+    """Train nodes by the share found at a smaller size, if one was."""
+    return max(1, round(shares[variant] * nodes)) if variant in shares else None
+
+
+def _best(name: str, nodes: int, variant: str, shares: dict[str, float], starts: set[int]) -> Choice:
+    """The best split: by the share found at a smaller size, if the cluster is large; else searched, in short runs from
+    nothing or from ``starts`` on, and around what they find in runs of full length, which decide."""
+    asked, known = scenario(name, nodes, variant), _share(nodes, variant, shares)
+    if nodes > SEARCHED:
+        return _choice(asked, known or balanced(_briefly(asked)))
+    if not starts:
+        brief = _briefly(asked)
+        anew = known is None and _times(asked) > 1
+        starts = {(search(brief) if anew else climb(brief, known or balanced(brief))).best}
+    warm_up, steps = _length(asked)
+    fully = replace(asked, warm_up=warm_up, stop_after=warm_up + steps)
+    results: dict[int, Result] = {}
+    for start in sorted(starts):
+        results |= climb(fully, start).results
+    seen = Search(results)
+    count = seen.calmest(CLOSE) if variant == OURS else seen.best
+    return Choice(count, seen.results[count])
 
 
 def _briefly(asked: Scenario) -> Scenario:

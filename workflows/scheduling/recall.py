@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-PATIENCE = 0.05
+PATIENCE = 0.02
 """Part of the time they compute that train nodes may wait for groups before they are called later."""
 FIRST_SHARE = 0.5
 """Share before anything was measured."""
@@ -28,7 +28,7 @@ def next_share(share: float, waited_s: float, train_s: float, rollout_s: float, 
     ``waited_s`` they would be late in the next step.
 
     >>> round(next_share(0.5, waited_s=3.0, train_s=10.0, rollout_s=20.0, starved=True), 2)
-    0.62
+    0.64
     >>> [round(next_share(0.5, waited_s=0.2, train_s=10.0, rollout_s=20.0, starved=lack), 2) for lack in (True, False)]
     [0.45, 0.5]
     """
