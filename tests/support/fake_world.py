@@ -146,6 +146,8 @@ class FakeWorld:
         self.admitted: list[int] = []
         self.parts_open = asyncio.Event()
         self.parts_open.set()
+        self.accumulating_open = asyncio.Event()
+        self.accumulating_open.set()
         self.least: list[int | None] = []
         """Groups that were asked for ahead of a batch."""
         self.preferred: dict[int, tuple[int, ...]] = {}
@@ -471,11 +473,13 @@ class FakeWorld:
     async def accumulate(self, task: TrainTask) -> TrainInterval:
         self.columns[task.manifest.key] = task.columns
         self.log.append(f"accumulate {task.manifest.key}")
+        await beating(self.accumulating_open.wait())
         return TrainInterval(node=task.node, start=0.5, end=0.75)
 
     @activity.defn
     async def next_part(self, task: PartInput) -> PartResult:
         self.least.append(task.least)
+        self.log.append(f"look for a part of {task.step} beside {list(task.done)}")
         await beating((asyncio.Event() if task.done else self.parts_open).wait())
         manifest = ManifestRef(step=task.step, key=f"part of {task.step}", digest=f"{task.step:064d}")
         return PartResult(manifest=manifest, ordinals=(0,))

@@ -81,6 +81,18 @@ async def test_groups_are_accumulated_before_their_batch_is_whole(world: FakeWor
     assert world.position("accumulate part of 0") < world.position("claim 0.0") < world.position("train 0.0 on m0")
 
 
+async def test_the_next_part_is_looked_for_while_the_one_before_it_is_computed(world: FakeWorld) -> None:
+    world.claims_open.clear()
+    world.accumulating_open.clear()
+    run = await world.start(run_file(world, "micro_batch", 1))
+    await world.until("accumulate part of 0")
+    await world.until("look for a part of 0 beside [0]")
+    world.claims_open.set()
+    world.accumulating_open.set()
+    assert (await run.result()).steps == 1
+    assert world.log.count("accumulate part of 0") == 1
+
+
 async def test_shared_nodes_roll_out_until_enough_groups_are_complete_and_then_accumulate_them(
     world: FakeWorld,
 ) -> None:
