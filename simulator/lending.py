@@ -20,7 +20,7 @@ from statistics import fmean
 from simulator.cluster import Costs
 from workflows.scheduling import switching
 from workflows.scheduling.decision import Decision
-from workflows.scheduling.recall import FIRST_SHARE, next_share, recall_at
+from workflows.scheduling.recall import FIRST_SHARE, Recall, StepWaits
 from workflows.scheduling.switching import STAY, SWITCH, GroupFlow
 
 
@@ -83,21 +83,20 @@ class Hysteresis(Lending):
 
 class JustInTime(Hysteresis):
     """Ours, for gradients that are accumulated as groups complete: train nodes are called so early that they do not
-    have to wait for groups, and no earlier. The share of the batch that has to be there follows what they waited."""
+    have to wait for groups, and no earlier: :class:`~workflows.scheduling.recall.Recall`."""
 
     def __init__(self, costs: Costs, share: float = FIRST_SHARE) -> None:
         super().__init__(costs)
-        self._share = share
+        self._recall = Recall(share=share)
 
     def recall_at(self, wanted: int) -> int:
-        return recall_at(self._share, wanted)
+        return self._recall.at(wanted)
 
     def returns(self, moment: Moment) -> Decision:
-        if moment.called:
-            took = (moment.waited_s, moment.train_s, moment.rollout_s)
-            self._share = next_share(self._share, *took, starved=moment.starved)
-        alone = not moment.rollout_nodes
-        return self._decide(switching.gain_of_return(moment.flow, alone=alone, train_s=moment.train_s))
+        took = StepWaits(moment.called, moment.waited_s, moment.train_s, moment.rollout_s, moment.starved)
+        self._recall = self._recall.after(took, moment.flow)
+        known = {"train_s": moment.train_s, "idled_s": self._recall.idled_s}
+        return self._decide(switching.gain_of_return(moment.flow, alone=not moment.rollout_nodes, **known))
 
 
 class DynamicSchedule(Lending):

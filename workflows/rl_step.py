@@ -69,7 +69,7 @@ class RlStep(StepBatch):
         if self.granted_at is not None:
             facts["release_s"] = (self.granted_at - (self.requested_at or claimed)).total_seconds()
             facts["load_s"] = ((self.ready_at or acquired) - self.granted_at).total_seconds()
-        facts |= self._effort(lease, outcomes or [], acquired)
+        facts |= self._effort(lease, outcomes or [], started, acquired)
         facts["rollout_s"] = (claimed - started).total_seconds()
         result = StepResult.model_validate({"outcome": "gang_lost", "step": task.step, "reason": self.lost, **facts})
         if outcomes is None:
@@ -85,14 +85,20 @@ class RlStep(StepBatch):
         trained = {"outcome": "trained", "checkpoint": checkpoint, "metrics": metrics, "reason": ""}
         return result.model_copy(update=trained)
 
-    def _effort(self, lease: LeaseEvent, outcomes: list[TrainOutcome], acquired: datetime) -> dict[str, float | None]:
-        """How long the gang computed and, if it was called from rollout to accumulate, how long it waited meanwhile."""
+    def _effort(
+        self, lease: LeaseEvent, outcomes: list[TrainOutcome], started: datetime, acquired: datetime
+    ) -> dict[str, float | None]:
+        """How long the gang computed and, where it accumulated, how long it waited for groups meanwhile."""
         node = lease.members[0]
         ahead = sum(i.end - i.start for i in self.head_start.busy if i.node == node)
         update = sum(o.end - o.start for o in outcomes if o.node == node)
-        called = self.task.policy.accumulates and self.granted_at is not None and self.ready_at is not None
-        waited = (acquired - self.ready_at).total_seconds() - ahead if called and self.ready_at else None
-        return {"trained_s": ahead + update, "waited_s": None if waited is None else max(0.0, waited)}
+        effort: dict[str, float | None] = {"trained_s": ahead + update}
+        kept = self.granted_at is None
+        since = started if kept else self.ready_at
+        if self.task.policy.accumulates and since is not None:
+            waited = (acquired - since).total_seconds() - ahead
+            effort |= {"waited_s": max(0.0, waited), "called": not kept}
+        return effort
 
     async def _critic(self, outcomes: list[TrainOutcome] | None, columns: tuple[ColumnRef, ...]) -> TrainOutcome | None:
         """What became of a critic apart, which learns what the policy's update found."""

@@ -23,7 +23,7 @@ from workflows.messages import (
 from workflows.run_evaluation import Evaluations
 from workflows.run_leases import MAX_LOSSES
 from workflows.scheduling.decision import Decision
-from workflows.scheduling.recall import next_share, recall_at
+from workflows.scheduling.recall import StepWaits
 from workflows.scheduling.switching import STAY, GroupFlow, gain_of_return, with_hindsight, worth_switching
 
 RETURN_LIMIT = timedelta(seconds=60)
@@ -105,7 +105,7 @@ class Steps(Evaluations):
         wanted, policy = self.spec.algorithm.groups_per_step, self.policy()
         if policy.trainers == "own" or not policy.accumulates:
             return 0
-        return wanted if self._alone() else recall_at(self.state.recall_share, wanted)
+        return wanted if self._alone() else self.state.recall.at(wanted)
 
     def _alone(self) -> bool:
         """Whether nobody rolls out beside the train nodes."""
@@ -167,14 +167,15 @@ class Steps(Evaluations):
         if since is not None and flow.decoding is not None:
             self.state.cost = self.state.cost.with_measured("first_token", flow.decoding - since)
             self.state.serving_at = None
-        if result.waited_s is not None:
-            took = (result.waited_s, result.trained_s, result.rollout_s)
-            starved = flow.supply <= flow.in_flight
-            self.state.recall_share = next_share(self.state.recall_share, *took, starved=starved)
         groups = GroupFlow(flow.ready, flow.wanted, flow.supply, flow.in_flight, flow.rate)
+        if result.waited_s is not None:
+            starved = flow.supply <= flow.in_flight
+            took = StepWaits(result.called, result.waited_s, result.trained_s, result.rollout_s, starved)
+            self.state.recall = self.state.recall.after(took, groups)
         ahead = self.policy().accumulates
         alone = self._alone() if ahead else self.rollers() <= set(self.train_nodes())
-        gain = gain_of_return(groups, alone=alone, train_s=self.state.trained_s if ahead else 0.0)
+        known = {"train_s": self.state.trained_s, "idled_s": self.state.recall.idled_s} if ahead else {}
+        gain = gain_of_return(groups, alone=alone, **known)
         cost = self.state.cost.total_s
         return worth_switching(gain, cost, what_for="rolling out until the next batch", batch_s=gain)
 

@@ -49,7 +49,7 @@ class LiveSettings:
     """One bench."""
 
     pipelines: tuple[str, ...] = PIPELINES
-    steps: int = 5
+    steps: int = 7
     groups_per_step: int = 64
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8

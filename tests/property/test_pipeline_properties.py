@@ -16,7 +16,7 @@ from simulator.run import simulate
 from storage.ledger import WaitingGroup
 from workflows.scheduling.admission import AdmissionFacts, in_flight_limit, may_start
 from workflows.scheduling.pipeline import PipelinePolicy, policy
-from workflows.scheduling.recall import FIRST_SHARE, PATIENCE, next_share, recall_at
+from workflows.scheduling.recall import FIRST_SHARE, LEAST_SHARE, PATIENCE, Recall, StepWaits, next_share, recall_at
 from workflows.scheduling.selection import ordinal_window, preferring
 from workflows.scheduling.switching import (
     GroupFlow,
@@ -99,6 +99,36 @@ def test_train_nodes_are_called_for_at_least_one_group_and_for_no_more_than_a_ba
         before, share = share, next_share(share, waited_s, train_s, rollout_s, starved=starved)
         assert share >= before if waited_s > PATIENCE * train_s or not starved else share <= before
         assert 1 <= recall_at(share, wanted) <= wanted
+
+
+FLOWS = st.builds(
+    GroupFlow,
+    ready=st.integers(0, 512),
+    wanted=st.just(512),
+    supply=st.integers(0, 1024),
+    in_flight=st.integers(1, 512),
+    rate=SECONDS,
+)
+WAITS = st.builds(
+    StepWaits, called=st.booleans(), waited_s=SECONDS, train_s=SECONDS, rollout_s=SECONDS, starved=st.booleans()
+)
+
+
+@given(st.lists(st.tuples(WAITS, FLOWS), max_size=40))
+def test_nodes_that_waited_when_they_stayed_return_until_they_are_called_too_late_to_wait(
+    steps: list[tuple[StepWaits, GroupFlow]],
+) -> None:
+    recall, stayed_s = Recall(), 0.0
+    for step, flow in steps:
+        recall = recall.after(step, flow)
+        if not step.called:
+            stayed_s = step.waited_s
+        elif step.waited_s <= PATIENCE * step.train_s:
+            stayed_s = 0.0
+        assert recall.idled_s == stayed_s
+        assert LEAST_SHARE <= recall.share <= 1
+        gain = gain_of_return(flow, train_s=step.train_s, idled_s=recall.idled_s)
+        assert gain >= recall.idled_s or not flow.supply
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30))

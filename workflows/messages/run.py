@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from workflows.messages.base import CheckpointRef, GangRole, ManifestRef, Message, WeightsRef
 from workflows.messages.lease import LeaseEvent
 from workflows.scheduling.decision import Decision
-from workflows.scheduling.recall import FIRST_SHARE
+from workflows.scheduling.recall import Recall
 from workflows.scheduling.switching import SwitchCost
 from workflows.spec import RunSpec
 
@@ -112,8 +112,10 @@ class StepResult(Message):
     """How long the gang computed, ahead of the batch and on it."""
     rollout_s: float = 0.0
     """From the beginning of the step until its batch was claimed."""
+    called: bool = False
+    """Whether it was called from rollout to accumulate, rather than kept."""
     waited_s: float | None = None
-    """How long it waited for groups after it was called from rollout; None where it was kept or did not accumulate."""
+    """How long it waited for groups while it was there; None where it did not accumulate."""
 
 
 class StepUpdating(Message):
@@ -228,8 +230,8 @@ class RunState(Message):
     """Of taking the train nodes from rollout and giving them back, as measured lately."""
     switches: tuple[SwitchRecord, ...] = ()
     """The last decisions to change roles, or not to."""
-    recall_share: float = FIRST_SHARE
-    """Share of a batch that is complete when train nodes are called to accumulate it."""
+    recall: Recall = Recall()
+    """When train nodes are called to accumulate a batch."""
     trained_s: float = 0.0
     """How long the gang computed in the last step."""
     losses: int = 0

@@ -6,6 +6,11 @@ Pure.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from workflows.scheduling.switching import GroupFlow
 
 PATIENCE = 0.02
 """Part of the time they compute that train nodes may wait for groups before they are called later."""
@@ -36,6 +41,54 @@ def next_share(share: float, waited_s: float, train_s: float, rollout_s: float, 
         return max(LEAST_SHARE, share - EARLIER) if starved else share
     later = (waited_s - PATIENCE * train_s) / rollout_s if rollout_s > waited_s else 1.0
     return min(1.0, share + min(MOST_LATER, later))
+
+
+@dataclass(frozen=True)
+class StepWaits:
+    """What a step's train nodes did."""
+
+    called: bool
+    """From rollout, for this step, rather than kept from the one before."""
+    waited_s: float
+    """For groups, while the gang was theirs."""
+    train_s: float
+    """How long they computed."""
+    rollout_s: float
+    """From the beginning of the step until its batch was complete."""
+    starved: bool
+    """Whether rollout had started all that it may when the update was made."""
+
+
+class Recall(BaseModel):
+    """What is known of when to call them, carried from step to step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float = FIRST_SHARE
+    """Of a batch, complete when they are called."""
+    idled_s: float = 0.0
+    """What they waited when they last stayed: they would again, so much rolling out gains at least. It holds until they
+    are called so late that they need not wait."""
+
+    def after(self, step: StepWaits, flow: GroupFlow) -> Recall:
+        """``flow``: as the next step begins. Nodes that stayed and waited may roll out for as long as that was.
+
+        >>> stayed = StepWaits(called=False, waited_s=10.0, train_s=90.0, rollout_s=95.0, starved=False)
+        >>> recall = Recall().after(stayed, GroupFlow(ready=10, wanted=100, supply=200, in_flight=50, rate=1.0))
+        >>> recall.share, recall.idled_s
+        (0.2, 10.0)
+        """
+        patient = step.waited_s <= PATIENCE * step.train_s
+        if step.called:
+            share = next_share(self.share, step.waited_s, step.train_s, step.rollout_s, starved=step.starved)
+            return Recall(share=share, idled_s=0.0 if patient else self.idled_s)
+        come = (flow.ready + flow.rate * step.waited_s) / flow.wanted
+        share = self.share if patient else min(1.0, max(LEAST_SHARE, come))
+        return Recall(share=share, idled_s=step.waited_s)
+
+    def at(self, wanted: int) -> int:
+        """Complete groups at which they are called; ``wanted`` make a step."""
+        return recall_at(self.share, wanted)
 
 
 def recall_at(share: float, wanted: int) -> int:

@@ -85,12 +85,13 @@ def seconds_to_next_batch(flow: GroupFlow) -> float:
     return missing / flow.rate if missing else 0.0
 
 
-def gain_of_return(flow: GroupFlow, *, alone: bool = False, train_s: float = 0.0) -> float:
+def gain_of_return(flow: GroupFlow, *, alone: bool = False, train_s: float = 0.0, idled_s: float = 0.0) -> float:
     """Node-seconds of rollout that a train node would do until it is taken again.
 
     ``alone``: no other node rolls out, so a batch that is not complete would never be if the train nodes stayed.
     ``train_s``: how long an update takes whose gradients are accumulated as groups complete; a node that stays is
-    busy with it before the batch is complete.
+    busy with it before the batch is complete. ``idled_s``: what nodes that stayed are known to wait nevertheless, since
+    groups come in waves.
 
     >>> gain_of_return(GroupFlow(ready=1, wanted=4, supply=8, in_flight=4, rate=50.0), alone=True)
     inf
@@ -99,7 +100,7 @@ def gain_of_return(flow: GroupFlow, *, alone: bool = False, train_s: float = 0.0
     """
     if alone and flow.ready < flow.wanted:
         return math.inf
-    return max(0.0, seconds_to_next_batch(flow) - train_s) if flow.supply else 0.0
+    return max(idled_s, seconds_to_next_batch(flow) - train_s) if flow.supply else 0.0
 
 
 def gain_of_taking(flow: GroupFlow) -> float:
