@@ -53,7 +53,7 @@ class LiveSettings:
     groups_per_step: int = 64
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
-    target_in_flight: int = 64
+    target_in_flight: int = 128
     median_tokens: float = 260.0
     sigma: float = 0.8
     median_pause_s: float = 0.15
@@ -98,7 +98,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
                 {"id": "node-a", "tags": ["rollout", "train"], "cores": [first]},
                 {"id": "node-b", "tags": ["rollout"], "cores": [second]},
             ],
-            "engine": {"kind": "embedded", "max_running": 64, "kv_tokens": 65536},
+            "engine": {"kind": "embedded", "max_running": 32, "kv_tokens": 65536},
             "algorithm": {"group_size": settings.group_size, "groups_per_step": settings.groups_per_step},
             "trainer": {"learning_rate": 1e-5},
             "pipeline": {

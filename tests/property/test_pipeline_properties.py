@@ -101,7 +101,7 @@ def test_train_nodes_are_called_for_at_least_one_group_and_for_no_more_than_a_ba
         assert 1 <= recall_at(share, wanted) <= wanted
 
 
-FLOWS = st.builds(
+STEP_FLOWS = st.builds(
     GroupFlow,
     ready=st.integers(0, 512),
     wanted=st.just(512),
@@ -114,7 +114,7 @@ WAITS = st.builds(
 )
 
 
-@given(st.lists(st.tuples(WAITS, FLOWS), max_size=40))
+@given(st.lists(st.tuples(WAITS, STEP_FLOWS), max_size=40))
 def test_nodes_that_waited_when_they_stayed_return_until_they_are_called_too_late_to_wait(
     steps: list[tuple[StepWaits, GroupFlow]],
 ) -> None:
