@@ -49,8 +49,8 @@ class LiveSettings:
     """One bench."""
 
     pipelines: tuple[str, ...] = PIPELINES
-    steps: int = 7
-    groups_per_step: int = 64
+    steps: int = 6
+    groups_per_step: int = 80
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
     target_in_flight: int = 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ class Parking:
         self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def park(self) -> None:
-        """On a CPU there is no other memory: only what the last step has freed goes back to the system. To look through
-        all that the libraries hold as well would take a fifth of a second of every change of role."""
+        """On a CPU there is no other memory: only what the last step has freed goes back to the system, beside what
+        follows, since nobody needs it to have gone. To look through all that the libraries hold as well would take a
+        fifth of a second of every change of role."""
         if self._device.type == "cpu":
             gc.collect(1)
-            _trim()
+            threading.Thread(target=_trim, name="trim", daemon=True).start()
             return
         gc.collect()
         self.empty(tensors_on(self._device))
