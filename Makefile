@@ -26,7 +26,7 @@ help:
 	@echo "make compare-algorithms  compare advantages and losses with TRL's and verl's (2 minutes, 400 MB the first time)"
 	@echo "make compare-zero  train the same by every ZeRO stage, by one rank and two, also resumed by others (2 minutes)"
 	@echo "make bench-tree  measure training of trees against training row by row (4 minutes)"
-	@echo "make bench-learning  prove that it learns, on and off policy, with two models (about 1,800 CPU seconds; cut, it goes on where it was)"
+	@echo "make bench-learning  prove that it learns, on and off policy, with two models (25 minutes; cut, it goes on where it was)"
 	@echo "make contract-engines  run the contract suite on every engine that is built (15 minutes with both servers)"
 	@echo "make prove-interruptions  interrupt agents' generations on every engine that is built (30 minutes)"
 	@echo "make lock       write the lock files anew"
