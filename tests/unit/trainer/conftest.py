@@ -277,6 +277,14 @@ def nursery() -> Nursery:
     return Nursery()
 
 
+@pytest.fixture
+def column_store(object_store: ObjectStore) -> ObjectStore:
+    """The object store without columns that other tests wrote of the same batches."""
+    for key in object_store.list("runs/demo/columns/"):
+        object_store.delete(key)
+    return object_store
+
+
 class Helpers:
     """Test modules cannot import this file: they get these by fixture."""
 

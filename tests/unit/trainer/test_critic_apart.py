@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from columns import told
 
 from storage.errors import FencedError, TrainerError
 from storage.objects import ObjectStore
@@ -48,14 +49,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(make: Any, qwen: Path, weed: Weed, object_store: ObjectStore, tmp_path: Path) -> Bench:
-    for key in object_store.list("runs/demo/columns/"):  # of other tests with the same batches
-        object_store.delete(key)
-    return Bench(make, qwen, weed, object_store, tmp_path)
-
-
-def told(request: UpdateRequest, *columns: ColumnRef) -> UpdateRequest:
-    return request.model_copy(update={"columns": columns})
+def bench(make: Any, qwen: Path, weed: Weed, column_store: ObjectStore, tmp_path: Path) -> Bench:
+    return Bench(make, qwen, weed, column_store, tmp_path)
 
 
 def critic_of(result: UpdateResult) -> str:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from columns import told
 
 from storage.errors import IntegrityError, TrainerError
 from storage.objects import ObjectStore
 from storage.seaweed import Weed
-from workers.trainer.messages import ColumnRef, UpdateRequest, UpdateResult
+from workers.trainer.messages import UpdateRequest, UpdateResult
 from workflows.spec import RunSpec
 
 STEPS = 2
@@ -46,14 +47,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(make: Any, qwen: Path, weed: Weed, object_store: ObjectStore, tmp_path: Path) -> Bench:
-    for key in object_store.list("runs/demo/columns/"):  # of other tests with the same batches
-        object_store.delete(key)
-    return Bench(make, qwen, weed, object_store, tmp_path)
-
-
-def told(request: UpdateRequest, *columns: ColumnRef) -> UpdateRequest:
-    return request.model_copy(update={"columns": columns})
+def bench(make: Any, qwen: Path, weed: Weed, column_store: ObjectStore, tmp_path: Path) -> Bench:
+    return Bench(make, qwen, weed, column_store, tmp_path)
 
 
 async def trained_in_the_trainer(bench: Bench, ranks: int = 1, **algorithm: Any) -> list[UpdateResult]:

@@ -18,8 +18,10 @@ from workers.engines.embedded.scheduler import Outbox, Scheduler
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-FLUSH_INTERVAL_S = 0.02
-"""Tokens wait at most this long for others to share an event with."""
+FLUSH_S = (0.02, 0.1)
+"""Tokens wait so long for others to share an event with: the first where few requests run, the second at most."""
+EVENTS_PER_S = 500
+"""So many events are sent in a second where many run: each costs this process and its reader more than a token does."""
 
 
 class ModelThread:
@@ -92,7 +94,7 @@ class ModelThread:
         if self._scheduler.runnable:
             self._scheduler.step()
         now = time.monotonic()
-        if not self._scheduler.runnable or now - self._flushed >= FLUSH_INTERVAL_S:
+        if not self._scheduler.runnable or now - self._flushed >= flush_interval_s(self._scheduler.running):
             self._scheduler.flush()
             self._flushed = now
         self._deliver()
@@ -101,6 +103,16 @@ class ModelThread:
         outbox = self._scheduler.take_outbox()
         if outbox:
             self._loop.call_soon_threadsafe(_hand_over, outbox)
+
+
+def flush_interval_s(running: int) -> float:
+    """How long tokens wait while so many requests run.
+
+    >>> [flush_interval_s(running) for running in (1, 32, 64)]
+    [0.02, 0.064, 0.1]
+    """
+    soon, late = FLUSH_S
+    return min(late, max(soon, running / EVENTS_PER_S))
 
 
 def _hand_over(outbox: Outbox) -> None:
