@@ -39,7 +39,7 @@ from workflows.calls import run_id
 from workflows.spec import RunSpec
 
 PIPELINES = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
-TASKS = 1200
+TASKS = 500
 POLL_S = 0.5
 END_LIMIT_S = 90.0
 
@@ -49,11 +49,11 @@ class LiveSettings:
     """One bench."""
 
     pipelines: tuple[str, ...] = PIPELINES
-    steps: int = 6
-    groups_per_step: int = 80
+    steps: int = 7
+    groups_per_step: int = 24
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
-    target_in_flight: int = 128
+    target_in_flight: int = 64
     median_tokens: float = 260.0
     sigma: float = 0.8
     median_pause_s: float = 0.15
@@ -98,7 +98,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
                 {"id": "node-a", "tags": ["rollout", "train"], "cores": [first]},
                 {"id": "node-b", "tags": ["rollout"], "cores": [second]},
             ],
-            "engine": {"kind": "embedded", "max_running": 32, "kv_tokens": 65536},
+            "engine": {"kind": "embedded", "max_running": 16, "kv_tokens": 65536},
             "algorithm": {"group_size": settings.group_size, "groups_per_step": settings.groups_per_step},
             "trainer": {"learning_rate": 1e-5},
             "pipeline": {

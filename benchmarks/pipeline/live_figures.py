@@ -12,8 +12,9 @@ from temporalio.client import Client, WorkflowHistory
 from storage.errors import ConfigError
 from storage.ledger import Interval, StepRecord
 
-WARM_UP = 2
-"""Updates before the measured time: in the first processes start, and in the second costs are measured."""
+WARM_UP = 3
+"""Updates before the measured time: in the first processes start, in the second costs are measured, and the third shows
+how early the train nodes should be called."""
 MIN_STEPS = WARM_UP + 2
 
 

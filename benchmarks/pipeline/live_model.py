@@ -14,13 +14,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from examples.models import tiny
 
 CONTEXT = 1280
+LAYERS = 8
+"""Four times the examples' model: what directs the nodes shares their cores here, and is to be a small part of what they
+do, as it is on clusters."""
 BIAS = 4.0
 
 
 def build(out: Path, seed: int = 0) -> None:
     """Write the model; one direction that all embeddings share makes the end token's logit about -16."""
     settings = tiny.new_model(seed).config.to_dict()
-    config = Qwen3Config(**{**settings, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT})
+    changes = {"tie_word_embeddings": False, "max_position_embeddings": CONTEXT, "num_hidden_layers": LAYERS}
+    changes["layer_types"] = settings["layer_types"][:1] * LAYERS
+    config = Qwen3Config(**{**settings, **changes})
     model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = BIAS
