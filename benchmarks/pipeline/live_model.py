@@ -15,8 +15,8 @@ from examples.models import tiny
 
 CONTEXT = 1280
 LAYERS = 8
-"""Four times the examples' model: what directs the nodes shares their cores here, and is to be a small part of what they
-do, as it is on clusters."""
+"""Four times those of the examples' model: what directs the nodes shares their cores here, and is to be a small part of
+what they do, as it is on clusters."""
 BIAS = 4.0
 
 

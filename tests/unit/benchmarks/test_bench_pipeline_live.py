@@ -23,7 +23,7 @@ def test_a_node_is_busy_while_it_generates_or_trains_and_idle_while_it_changes_o
         Interval("a", "train", 18, 20),
         Interval("b", "generate", 5, 40),
     ]
-    found = figures(intervals, steps(5, 10, 20, 30), ["a", "b"])
+    found = figures(intervals, steps(2, 5, 10, 20, 30), ["a", "b"])
     assert found["idle_by_node"] == {"a": 0.1, "b": 0.0}
     assert found["idle_s"]["a"] == {"to training": 1.0, "to rollout": 0.0, "gang waits": 0.0, "no request": 0.0}
     assert (found["idle_fraction"], found["wall_s"], found["tokens_per_s"]) == (0.05, 20.0, 10.0)
@@ -31,7 +31,7 @@ def test_a_node_is_busy_while_it_generates_or_trains_and_idle_while_it_changes_o
 
 def test_too_few_steps_have_no_steady_part() -> None:
     with pytest.raises(ConfigError, match="no steady part"):
-        figures([], steps(1, 2, 3), ["a"])
+        figures([], steps(1, 2, 3, 4), ["a"])
 
 
 def test_every_pipeline_gets_the_same_long_tailed_tasks() -> None:
