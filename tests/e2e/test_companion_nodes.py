@@ -48,10 +48,10 @@ async def asked(job: Job, workflow: str, kind: type[Answer]) -> Answer | None:
     return found
 
 
-def computes(job: Job, role: str) -> bool:
-    """Whether a step waits for what the model says of its batch: the first, or one after it if that was too quick."""
+def works(job: Job, role: str) -> bool:
+    """Whether a step waits for the model: for its pass, or for the critic to learn if that had begun by the stop."""
     found = [asyncio.run(asked(job, calls.step_id(job.run, 0, step), StepStatus)) for step in range(STEPS)]
-    return any(f"{role} on {NODE} to compute" in status.waiting_for for status in found if status is not None)
+    return any(f"{role} on {NODE} to " in status.waiting_for for status in found if status is not None)
 
 
 def ready(job: Job, role: str) -> list[int]:
@@ -64,7 +64,7 @@ def ready(job: Job, role: str) -> list[int]:
 
 
 @pytest.mark.parametrize("role", ALGORITHMS)
-def test_ranks_that_are_killed_in_their_pass_cost_nothing_and_change_no_weight(
+def test_ranks_that_are_killed_at_their_work_cost_nothing_and_change_no_weight(
     role: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     nodes = [{"id": "node-a", "tags": ["rollout", "train"]}, {"id": "node-b", "tags": ["rollout"]}]
@@ -103,8 +103,8 @@ def run_and_kill(job: Job, role: str, folder: Path) -> tuple[dict[str, Any], str
         wait_until(lambda: bool(ready(job, role)), f"the ranks of the {role}", LIMIT_S, run)
         victims = ready(job, role)
         for pid in victims:
-            os.kill(pid, signal.SIGSTOP)  # holds the pass open
-        wait_until(lambda: computes(job, role), "a pass", LIMIT_S, run)
+            os.kill(pid, signal.SIGSTOP)  # holds its work open
+        wait_until(lambda: works(job, role), "the model's work on a batch", LIMIT_S, run)
         shown = json.loads(subprocess.check_output(job.command("status", "--state", str(job.state.root), "--json")))
         kill(victims)
         why = subprocess.check_output(job.command("why", NODE, "--state", str(job.state.root)), text=True)
