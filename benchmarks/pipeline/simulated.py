@@ -163,11 +163,9 @@ def _best(name: str, nodes: int, variant: str, shares: dict[str, float], starts:
         brief = _briefly(asked)
         anew = known is None and _times(asked) > 1
         starts = {(search(brief) if anew else climb(brief, known or balanced(brief))).best}
-    warm_up, steps = _length(asked)
-    fully = replace(asked, warm_up=warm_up, stop_after=warm_up + steps)
     results: dict[int, Result] = {}
     for start in sorted(starts):
-        results |= climb(fully, start).results
+        results |= climb(_fully(asked), start).results
     seen = Search(results)
     count = seen.calmest(CLOSE) if variant == OURS else seen.best
     return Choice(count, seen.results[count])
@@ -195,9 +193,13 @@ def _choice(asked: Scenario, count: int) -> Choice:
     return Choice(max(1, round(count / result.stands_for)), result)
 
 
-def _final(asked: Scenario, count: int) -> Result:
+def _fully(asked: Scenario) -> Scenario:
     warm_up, steps = _length(asked)
-    tagged = replace(split(asked, count), warm_up=warm_up, stop_after=warm_up + steps)
+    return replace(asked, warm_up=warm_up, stop_after=warm_up + steps)
+
+
+def _final(asked: Scenario, count: int) -> Result:
+    tagged = _fully(split(asked, count))
     return simulate(tagged if asked.cluster.size <= EXACT else shrunk(tagged))
 
 
@@ -206,8 +208,7 @@ def cohort_error(cell: Cell) -> float:
     worst = 0.0
     for variant, choice in cell.choices.items():
         asked = scenario(cell.name, cell.nodes, variant)
-        warm_up, steps = _length(asked)
-        again = simulate(shrunk(replace(split(asked, choice.trainers), warm_up=warm_up, stop_after=warm_up + steps)))
+        again = simulate(shrunk(_fully(split(asked, choice.trainers))))
         worst = max(worst, abs(again.wall_s / choice.result.wall_s - 1))
     return worst
 

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 FLUSH_S = (0.02, 0.1)
 """Tokens wait so long for others to share an event with: the first where few requests run, the second at most."""
 EVENTS_PER_S = 500
-"""So many events are sent in a second where many run: each costs this process and its reader more than a token does."""
+"""So many events are sent in a second, as far as the longest wait allows: each costs this process and its reader more
+than a token does."""
 
 
 class ModelThread:
