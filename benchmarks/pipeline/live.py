@@ -1,6 +1,6 @@
 """All five pipelines live, one after another on one cluster: two nodes, one core each, the tiny model, a long tail.
 
-    python -m benchmarks.pipeline.live [--pipelines multiplexed,...] [--steps N]
+    python -m benchmarks.pipeline.live [--pipelines multiplexed,...] [--steps N] [--groups N] [--max-running N]
 
 Prints a table and, last, one JSON line. Idle of a node: 1 - seconds with at least one generation, or an update, per
 second held; changes of roles count as idle and are shown apart. Control processes are not pinned with the nodes.
@@ -50,9 +50,12 @@ class LiveSettings:
 
     pipelines: tuple[str, ...] = PIPELINES
     steps: int = 7
-    groups_per_step: int = 24
+    groups_per_step: int = 10
     """So many that a change of roles is as small a part of a step as on the clusters of the presets, some per cent."""
     group_size: int = 8
+    max_running: int = 2
+    """Sequences that an engine decodes together: with so few, rollout is four times the work of training, about as
+    published for agents."""
     target_in_flight: int = 64
     median_tokens: float = 260.0
     sigma: float = 0.8
@@ -98,7 +101,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
                 {"id": "node-a", "tags": ["rollout", "train"], "cores": [first]},
                 {"id": "node-b", "tags": ["rollout"], "cores": [second]},
             ],
-            "engine": {"kind": "embedded", "max_running": 16, "kv_tokens": 65536},
+            "engine": {"kind": "embedded", "max_running": settings.max_running, "kv_tokens": 65536},
             "algorithm": {"group_size": settings.group_size, "groups_per_step": settings.groups_per_step},
             "trainer": {"learning_rate": 1e-5},
             "pipeline": {
@@ -234,8 +237,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", default=",".join(PIPELINES))
     parser.add_argument("--steps", type=int, default=LiveSettings.steps)
-    arguments = parser.parse_args()
-    result = run_live(LiveSettings(pipelines=tuple(arguments.pipelines.split(",")), steps=arguments.steps))
+    parser.add_argument("--groups", type=int, default=LiveSettings.groups_per_step, help="of a step")
+    parser.add_argument("--max-running", type=int, default=LiveSettings.max_running, help="sequences of an engine")
+    given = parser.parse_args()
+    settings = LiveSettings(
+        pipelines=tuple(given.pipelines.split(",")),
+        steps=given.steps,
+        groups_per_step=given.groups,
+        max_running=given.max_running,
+    )
+    result = run_live(settings)
     print(table(result))
     print(json.dumps({"bench": "pipeline-live", **result}))
 
