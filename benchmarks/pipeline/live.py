@@ -40,6 +40,8 @@ from workflows.spec import RunSpec
 
 PIPELINES = ("colocated", "disaggregated", "micro_batch", "off_policy", "multiplexed")
 TASKS = 500
+IN_FLIGHT = 8
+"""Sessions that may run, by sequences that an engine decodes together: more than both nodes are sent."""
 POLL_S = 0.5
 END_LIMIT_S = 90.0
 
@@ -56,7 +58,6 @@ class LiveSettings:
     max_running: int = 2
     """Sequences that an engine decodes together: with so few, rollout is four times the work of training, about as
     published for agents."""
-    target_in_flight: int = 64
     median_tokens: float = 260.0
     sigma: float = 0.8
     median_pause_s: float = 0.15
@@ -108,7 +109,7 @@ def run_file(settings: LiveSettings, name: str) -> RunSpec:
                 "name": name,
                 "accumulate": name in ("micro_batch", "multiplexed"),
                 "steps": settings.steps,
-                "target_in_flight": settings.target_in_flight,
+                "target_in_flight": IN_FLIGHT * settings.max_running,
                 "batch_time_limit_s": settings.time_limit_s,
             },
         }
