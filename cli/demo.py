@@ -30,7 +30,7 @@ from cli.progress import LiveView, PlainView, Snapshot, snapshot
 from cli.runfile import load_run
 from cli.runs import Runs
 from proxy.client import ControlClient
-from storage.errors import ConfigError, DeadlineError, SeamlessFlowError
+from storage.errors import ConfigError, DeadlineError, NotFoundError, SeamlessFlowError
 from workers.cluster import StateFolder
 from workers.engines.kinds import KINDS
 from workers.engines.launch import on_cuda
@@ -169,9 +169,10 @@ class Watcher:
         if runs is None:
             return snapshot(self.run, control, None, None, "; ".join(trouble)), None
         status = await self._ask("run", trouble, runs.status(self.run))
+        step = await self._ask("step", trouble, runs.step(status)) if status else None
         pool = await self._ask("pool", trouble, runs.pool_status())
         state = await self._ask("temporal", trouble, runs.state(self.run))
-        return snapshot(self.run, control, status, pool, "; ".join(trouble)), state
+        return snapshot(self.run, control, status, pool, "; ".join(trouble), step), state
 
     async def connected(self) -> Runs:
         if self._runs is None:
@@ -182,9 +183,12 @@ class Watcher:
         """After a restart of the cluster the server may have another port."""
         self._runs = None
 
-    async def _control(self) -> dict[str, Any]:
+    async def _control(self) -> dict[str, Any] | None:
         async with control_client(self._state, deadline_s=ASK_LIMIT_S) as client:
-            return await client.run_status(self.run)
+            try:
+                return await client.run_status(self.run)
+            except NotFoundError:  # it has not opened its books yet; that there is no such run, Temporal says
+                return None
 
     async def _ask(self, who: str, trouble: list[str], call: Awaitable[Answer]) -> Answer | None:
         try:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from workflows.messages import PoolStatus, RunStatus
+from workflows.messages import PoolStatus, RunStatus, StepStatus
 
 SHOWN_STEPS = 12
 PLAIN_EVERY_S = 15.0
@@ -64,17 +64,24 @@ class Snapshot:
 
 
 def snapshot(
-    run: str, control: dict[str, Any] | None, status: RunStatus | None, pool: PoolStatus | None, trouble: str = ""
+    run: str,
+    control: dict[str, Any] | None,
+    status: RunStatus | None,
+    pool: PoolStatus | None,
+    trouble: str = "",
+    step: StepStatus | None = None,
 ) -> Snapshot:
-    """Combine the proxy's figures (GET /control/runs/<run>) with what the run and the pool say of themselves."""
+    """Combine the proxy's figures (GET /control/runs/<run>) with what the run, its ``step`` in work and the pool say of
+    themselves."""
     control = control or {}
     tokens = control.get("tokens", {})
+    phase, waiting_for = _stands(status, step) if status else ("starting", "")
     return Snapshot(
         run=run,
-        phase=status.phase if status else "starting",
+        phase=phase,
         step=status.step if status else 0,
         steps=status.steps if status else 0,
-        waiting_for=status.waiting_for if status else "",
+        waiting_for=waiting_for,
         rows=tuple(_step_row(item) for item in control.get("steps", ())),
         evaluations=_evaluations(status),
         tokens_per_s=float(tokens.get("per_s") or 0.0),
@@ -84,6 +91,13 @@ def snapshot(
         failures=tuple(_failure_row(item) for item in control.get("failures", ())),
         trouble=trouble or _waits(control) or ((status.last_failure or status.warning) if status else ""),
     )
+
+
+def _stands(status: RunStatus, step: StepStatus | None) -> tuple[str, str]:
+    """Phase, and what is waited for: by the step, if it is known, since the run itself only waits for its step."""
+    if step is None:
+        return status.phase, status.waiting_for
+    return step.phase, "; ".join(filter(None, [step.waiting_for, status.queue_notice]))
 
 
 def _waits(control: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from storage.errors import ConfigError, DeadlineError, NotFoundError, SeamlessFlowError
 from workers.cluster import ClusterConfig
-from workflows.messages import LeaseView, NodeProfiled, PoolStatus, ProfileTask, RunResult, RunStatus
+from workflows.messages import LeaseView, NodeProfiled, PoolStatus, ProfileTask, RunResult, RunStatus, StepStatus
 from workflows.profile_node import ProfileInput
 from workflows.queues import CONTROL_QUEUE
 from workflows.spec import RunSpec
@@ -107,6 +107,16 @@ class Runs:
     async def status(self, run: str) -> RunStatus:
         handle = self._client.get_workflow_handle(run_id(run))
         return await self._call("status of the run", handle.query("status", result_type=RunStatus))
+
+    async def step(self, status: RunStatus) -> StepStatus | None:
+        """How the step in work of a run stands; None: there is none."""
+        if status.step_running is None:
+            return None
+        handle = self._client.get_workflow_handle(status.step_running)
+        try:
+            return await self._call("status of the step", handle.query("status", result_type=StepStatus))
+        except NotFoundError:  # the run has named it, and is about to start it
+            return None
 
     async def pool_status(self) -> PoolStatus:
         handle = self._client.get_workflow_handle(self._pool)

@@ -23,11 +23,13 @@ async def why(state: StateFolder, name: str) -> str:
     except NotFoundError:
         known = ", ".join([*(n.node for n in pool.nodes), *(row.run for row in await runs.list())]) or "none"
         raise ConfigError(f"{name!r} is neither a node nor a run of this cluster; there are: {known}") from None
-    return why_run(pool, status, switches=status.switches)
+    return why_run(pool, status, step=await runs.step(status), switches=status.switches)
 
 
 async def _node(runs: Runs, pool: PoolStatus, node: NodeStatus) -> str:
     run = next((one.run for one in pool.leases if node.node in one.members), None)
     lease = await runs.lease(node.lease) if node.lease else None
     status = await runs.status(run) if run else None
-    return why_node(pool, node, lease=lease, run=status, switches=status.switches if status else (), now=time.time())
+    step = await runs.step(status) if status else None
+    switches = status.switches if status else ()
+    return why_node(pool, node, lease=lease, run=status, step=step, switches=switches, now=time.time())

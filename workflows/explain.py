@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from workflows.messages import LeaseView, NodeRate, NodeStatus, PoolStatus, RunStatus, SwitchRecord
+from workflows.messages import LeaseView, NodeRate, NodeStatus, PoolStatus, RunStatus, StepStatus, SwitchRecord
 
 DOES = {
     "free": "does nothing",
@@ -23,6 +23,7 @@ def why_node(
     *,
     lease: LeaseView | None = None,
     run: RunStatus | None = None,
+    step: StepStatus | None = None,
     switches: Sequence[SwitchRecord] = (),
     now: float | None = None,
 ) -> str:
@@ -40,15 +41,18 @@ def why_node(
     parts += _wanted(pool, node)
     parts += [_rate(rate) for rate in node.rates]
     if run is not None:
-        parts += [_run(run), *_last_switch(switches)]
+        parts += [*_run(run, step), *_last_switch(switches)]
     return _paragraph(parts)
 
 
-def why_run(pool: PoolStatus, run: RunStatus, *, switches: Sequence[SwitchRecord] = ()) -> str:
-    """Where the run stands, which nodes it has for what, what it waits for, and what the last switch gained."""
+def why_run(
+    pool: PoolStatus, run: RunStatus, *, step: StepStatus | None = None, switches: Sequence[SwitchRecord] = ()
+) -> str:
+    """Where the run and its ``step`` in work stand, which nodes it has for what, what is waited for, and what the last
+    switch gained."""
     members = {node: lease for lease in pool.leases if lease.run == run.run for node in lease.members}
     work = [f"{n.node} {DOES[n.activity]}" for n in pool.nodes if n.node in members]
-    parts = [_run(run), "It has no node" if not work else f"Of its nodes {', '.join(work)}"]
+    parts = [*_run(run, step), "It has no node" if not work else f"Of its nodes {', '.join(work)}"]
     share = next((one for one in pool.shares if one.run == run.run), None)
     if share is not None and (share.priority or share.quota is not None):
         parts.append(f"Its priority is {share.priority}, its quota {share.quota or 'none'}, and it holds {share.holds}")
@@ -60,12 +64,17 @@ def why_run(pool: PoolStatus, run: RunStatus, *, switches: Sequence[SwitchRecord
     return _paragraph(parts)
 
 
-def _run(run: RunStatus) -> str:
-    waits = f" and waits for {run.waiting_for}" if run.waiting_for else ""
+def _run(run: RunStatus, step: StepStatus | None) -> list[str]:
+    """The run, and what its step in work does and waits for; of a step that does not answer, that the run waits."""
+    waits = f" and waits for {run.waiting_for}" if run.waiting_for and step is None else ""
     paused = f", paused ({run.paused})" if run.paused else ""
-    return (
+    stands = (
         f"Run {run.run} is {run.phase}{paused}, {run.step} of {run.steps} steps done, with weights {run.version}{waits}"
     )
+    if step is None:
+        return [stands]
+    waits = f" and waits for {step.waiting_for}" if step.waiting_for else ""
+    return [stands, f"Step {step.step} is {step.phase}{waits}"]
 
 
 def _since(node: NodeStatus, now: float | None) -> str:

@@ -117,6 +117,8 @@ class Commands(RunBase):
             warning="; ".join(alarms(state.last_metrics, self.spec.alarms)),
             pipeline=self.spec.pipeline.name,
             gang=f"{state.gang.lease}/{state.gang.epoch}" if state.gang else None,
+            step_running=self.step_running,
+            queue_notice=state.queue_notice,
             companions=tuple(state.companions[lease] for lease in sorted(state.companions)),
             switch_cost=state.cost,
             switches=state.switches,

@@ -81,6 +81,7 @@ def test_ranks_that_are_killed_at_their_work_cost_nothing_and_change_no_weight(
 
     assert (line["steps"], line["ledger_balanced"], line["tokens_lost"]) == (STEPS, True, 0)
     assert {node["node"]: node["activity"] for node in shown["nodes"]}[NODE] == role
+    assert f"{role} on {NODE} to " in shown["runs"][0]["waiting_for"]
     assert f"{NODE} can {role}" in why
     assert busy == {"train": "node-a", role: NODE}
     assert all(metrics["seconds_companions"] > 0 for metrics in steps)

@@ -283,6 +283,10 @@ class RunStatus(Message):
     pipeline: str = ""
     gang: str | None = None
     """The trainer lease and its epoch, while there is one."""
+    step_running: str | None = None
+    """Workflow id of the step in work, which knows more of what the run waits for."""
+    queue_notice: str = ""
+    """What the pool says that a request of the run waits for; part of ``waiting_for``."""
     companions: tuple[CompanionView, ...] = ()
     switch_cost: SwitchCost = SwitchCost()
     switches: tuple[SwitchRecord, ...] = ()

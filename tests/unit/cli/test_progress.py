@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from cli.progress import PLAIN_EVERY_S, FailureRow, PlainView, Snapshot, picture, snapshot
-from workflows.messages import EvaluationOutcome, NodeStatus, PoolStatus, RunStatus
+from workflows.messages import EvaluationOutcome, NodeStatus, PoolStatus, RunStatus, StepStatus
 
 METRICS = {"reward_mean": 0.25, "seconds": 2.5, "logprob_gap_mean": 2.5e-6, "tokens_on_policy": 40}
 CONTROL: dict[str, Any] = {
@@ -66,6 +67,21 @@ def test_the_plain_view_gives_a_sign_of_life_while_nothing_finishes() -> None:
     time = PLAIN_EVERY_S
     view.show(waiting)
     assert lines == ["step 1/3, collecting, waits for groups (2 of 8)  0 tokens/s"] * 2
+
+
+def test_while_a_step_is_in_work_the_line_says_what_the_step_waits_for() -> None:
+    step = StepStatus(
+        lineage=0, step=2, phase="claiming", waiting_for="enough complete groups", manifest=None, lease=None
+    )
+    run = run_status(waiting_for="step 2 (n0 is held by run other)", queue_notice="n0 is held by run other")
+    now = snapshot("toy", CONTROL, run, pool_status(), step=step)
+    assert (now.phase, now.waiting_for) == ("claiming", "enough complete groups; n0 is held by run other")
+    lines: list[str] = []
+    view = PlainView(lines.append, clock=lambda: 0.0)
+    view.show(replace(now, rows=(), evaluations=()))
+    assert lines[0].startswith("step 3/3, claiming, waits for enough complete groups; n0 is held by run other")
+    now = snapshot("toy", CONTROL, run, pool_status(), step=step.model_copy(update={"waiting_for": ""}))
+    assert now.waiting_for == "n0 is held by run other"
 
 
 def test_the_live_table_shows_reward_nodes_and_links() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workflows.explain import why_node, why_run
-from workflows.messages import LeaseView, NodeRate, NodeStatus, PoolStatus, RunStatus, SwitchRecord
+from workflows.messages import LeaseView, NodeRate, NodeStatus, PoolStatus, RunStatus, StepStatus, SwitchRecord
 from workflows.pool_page import pool_page, pool_status
 from workflows.scheduling import pool as pools
 from workflows.scheduling.decision import Decision
@@ -104,6 +104,16 @@ def test_a_run_that_works_tells_what_its_nodes_do_and_a_gain_that_is_not_known_y
     text = why_run(pool_status(shared_pool()), run_status(), switches=[switch(3, decision)])
     assert "Of its nodes a rolls out, b rolls out." in text
     assert "predicted to gain 2.0 s, which is not known yet." in text
+
+
+def test_a_run_whose_step_is_known_tells_what_the_step_waits_for() -> None:
+    step = StepStatus(lineage=0, step=3, phase="claiming", waiting_for="enough groups", manifest=None, lease=None)
+    text = why_run(pool_status(shared_pool()), run_status(), step=step)
+    assert text.startswith(
+        "Run first is training, 3 of 10 steps done, with weights 3. Step 3 is claiming and waits for enough groups. "
+    )
+    committing = step.model_copy(update={"phase": "committing", "waiting_for": ""})
+    assert "Step 3 is committing. " in why_run(pool_status(shared_pool()), run_status(), step=committing)
 
 
 def test_the_pools_page_says_why_of_each_node_and_who_waits() -> None:
