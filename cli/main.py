@@ -332,6 +332,7 @@ def export(
 def audit(run: RunName, state: StateOption = None) -> None:
     """Compare a run's journal, shards and books; exit code 1 if anything is unaccounted for."""
     from cli.demo import control_client
+    from cli.reach import advised
 
     folder = state_folder(state)
 
@@ -340,7 +341,8 @@ def audit(run: RunName, state: StateOption = None) -> None:
             status = await client.run_status(run)
             return {"books": status["books"], "failures": status["failures"], **await client.audit(run)}
 
-    answer = wait(ask())
+    with advised(folder):
+        answer = wait(ask())
     show(answer)
     if not answer["books"]["balanced"] or answer["tokens_lost"] or answer["mismatches"]:
         raise typer.Exit(1)

@@ -102,9 +102,7 @@ def render(view: dict[str, Any]) -> str:
             )
         console.print(runs)
     if len(view["runs"]) == 1 and view["runs"][0]["log_prob_gaps"]:
-        gaps = view["runs"][0]["log_prob_gaps"].items()
-        shown = (f"{step + 1}: {'no token of the same weights' if gap is None else f'{gap:.1e}'}" for step, gap in gaps)
-        console.print(f"log-prob gap of engine and trainer, by step: {', '.join(shown)}", highlight=False)
+        console.print(_gaps(view["runs"][0]["log_prob_gaps"]), highlight=False)
     for row in view["runs"]:
         _show_failures(console, row, in_full=len(view["runs"]) == 1)
     for line in [*view["trouble"], *(row["trouble"] for row in view["runs"] if row["trouble"])]:
@@ -112,6 +110,13 @@ def render(view: dict[str, Any]) -> str:
     file = console.file
     assert isinstance(file, io.StringIO)  # noqa: S101  # made above
     return file.getvalue().rstrip()
+
+
+def _gaps(gaps: dict[int, float | None]) -> str:
+    measured = ", ".join(f"{step + 1}: {gap:.1e}" for step, gap in gaps.items() if gap is not None)
+    without = ", ".join(str(step + 1) for step, gap in gaps.items() if gap is None)
+    parts = [measured, f"no token of the same weights in {without}" if without else ""]
+    return f"log-prob gap of engine and trainer, by step: {'; '.join(filter(None, parts))}"
 
 
 def _rate(rate: dict[str, Any] | None) -> str:

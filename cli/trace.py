@@ -9,11 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from cli.reach import store_of
+from cli.shards import keys_of
 from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_token_s, fit_update, lines_of
 from storage import shards
 from storage.errors import ConfigError
 from storage.ledger import TRAIN, Interval, Ledger, StepRecord
-from storage.objects import ObjectStore
 from storage.tree import Shard, path_to
 from workers.cluster import StateFolder
 from workflows.scheduling import pipeline
@@ -39,10 +40,9 @@ def export(state: StateFolder, run: str) -> Trace:
         }
     finally:
         ledger.close()
-    store = ObjectStore.from_state(state)
-    prefix = shards.key_for(run, 0, "0").partition(run)[0] + run + "/"
-    keys = sorted(key for key in store.list(prefix) if key.endswith(".arrow"))
-    sessions = {name: timed for key in keys for name, timed in _timed(shards.decode(store.get(key)), lives).items()}
+    with store_of(state) as store:
+        keys = keys_of(store, run)
+        sessions = {name: timed for key in keys for name, timed in _timed(shards.decode(store.get(key)), lives).items()}
     if len(steps) < 2 or not sessions:
         raise ConfigError(f"run {run} has {len(steps)} updates and {len(sessions)} sessions: too little to measure")
     rates = _rates(spec, steps, intervals, [(lives[name][0], timed) for name, timed in sessions.items()])

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from cli import demo as demo_module
-from cli import stack
+from cli import reach, stack
 from cli.demo import Clock, DemoOptions, build_if_missing
-from storage.errors import ConfigError
-from workers.cluster import STATE_VARIABLE, StateFolder
+from cli.shards import list_shards
+from storage.errors import ConfigError, DeadlineError
+from storage.ports import free_port
+from workers.cluster import STATE_VARIABLE, ClusterConfig, Secrets, StateFolder
 from workflows.spec import NodeSpec
 
 
@@ -41,6 +43,21 @@ def test_without_a_cluster_it_says_how_to_start_one(command: list[str], tmp_path
     assert done.returncode == 2
     assert "holds no cluster: start one with `seamlessflow up run.yaml`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_was_written_cannot_be_read_while_the_cluster_is_down_and_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StateFolder(tmp_path)
+    where = {"temporal": "x", "proxy": "x", "s3": f"127.0.0.1:{free_port()}", "journal_url": "sqlite://"}
+    secrets = Secrets(control_key="k", s3_access_key="a", s3_secret_key="s")
+    folder.write(ClusterConfig(ledger_url=f"sqlite:///{tmp_path}/ledger.db", **where), secrets)
+    monkeypatch.setattr(reach, "ASK_S", 0.2)
+    with pytest.raises(DeadlineError, match=f"runs here: start it with `seamlessflow up --state {tmp_path}`"):
+        list_shards(folder, "toy")
+    with stack.locked(folder, stack.LOCK), pytest.raises(DeadlineError, match="list runs/toy/") as seen:
+        list_shards(folder, "toy")
+    assert "seamlessflow up" not in str(seen.value), "it runs, and has another trouble"
 
 
 def test_it_names_the_clusters_that_are_there(tmp_path: Path) -> None:
