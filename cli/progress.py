@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from workflows.explain import waits_for
 from workflows.messages import PoolStatus, RunStatus, StepStatus
 
 SHOWN_STEPS = 12
@@ -75,13 +76,12 @@ def snapshot(
     themselves."""
     control = control or {}
     tokens = control.get("tokens", {})
-    phase, waiting_for = _stands(status, step) if status else ("starting", "")
     return Snapshot(
         run=run,
-        phase=phase,
+        phase=(step or status).phase if status else "starting",
         step=status.step if status else 0,
         steps=status.steps if status else 0,
-        waiting_for=waiting_for,
+        waiting_for=waits_for(status, step) if status else "",
         rows=tuple(_step_row(item) for item in control.get("steps", ())),
         evaluations=_evaluations(status),
         tokens_per_s=float(tokens.get("per_s") or 0.0),
@@ -91,13 +91,6 @@ def snapshot(
         failures=tuple(_failure_row(item) for item in control.get("failures", ())),
         trouble=trouble or _waits(control) or ((status.last_failure or status.warning) if status else ""),
     )
-
-
-def _stands(status: RunStatus, step: StepStatus | None) -> tuple[str, str]:
-    """Phase, and what is waited for: by the step, if it is known, since the run itself only waits for its step."""
-    if step is None:
-        return status.phase, status.waiting_for
-    return step.phase, "; ".join(filter(None, [step.waiting_for, status.queue_notice]))
 
 
 def _waits(control: dict[str, Any]) -> str:

@@ -64,17 +64,18 @@ def why_run(
     return _paragraph(parts)
 
 
-def _run(run: RunStatus, step: StepStatus | None) -> list[str]:
-    """The run, and what its step in work does and waits for; of a step that does not answer, that the run waits."""
-    waits = f" and waits for {run.waiting_for}" if run.waiting_for and step is None else ""
-    paused = f", paused ({run.paused})" if run.paused else ""
-    stands = (
-        f"Run {run.run} is {run.phase}{paused}, {run.step} of {run.steps} steps done, with weights {run.version}{waits}"
-    )
+def waits_for(run: RunStatus, step: StepStatus | None) -> str:
+    """What is waited for: by the step in work, if it is known, since all that the run itself waits for is that step."""
     if step is None:
-        return [stands]
-    waits = f" and waits for {step.waiting_for}" if step.waiting_for else ""
-    return [stands, f"Step {step.step} is {step.phase}{waits}"]
+        return run.waiting_for
+    return "; ".join(filter(None, [step.waiting_for, run.queue_notice]))
+
+
+def _run(run: RunStatus, step: StepStatus | None) -> list[str]:
+    paused = f", paused ({run.paused})" if run.paused else ""
+    stands = f"Run {run.run} is {run.phase}{paused}, {run.step} of {run.steps} steps done, with weights {run.version}"
+    waits = f" and waits for {what}" if (what := waits_for(run, step)) else ""
+    return [stands + waits] if step is None else [stands, f"Step {step.step} is {step.phase}{waits}"]
 
 
 def _since(node: NodeStatus, now: float | None) -> str:

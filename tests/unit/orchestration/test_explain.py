@@ -112,6 +112,8 @@ def test_a_run_whose_step_is_known_tells_what_the_step_waits_for() -> None:
     assert text.startswith(
         "Run first is training, 3 of 10 steps done, with weights 3. Step 3 is claiming and waits for enough groups. "
     )
+    queued = run_status().model_copy(update={"queue_notice": "a node tagged 'rollout'"})
+    assert "waits for enough groups; a node tagged 'rollout'." in why_run(pool_status(shared_pool()), queued, step=step)
     committing = step.model_copy(update={"phase": "committing", "waiting_for": ""})
     assert "Step 3 is committing. " in why_run(pool_status(shared_pool()), run_status(), step=committing)
 
