@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 
 from cli.reach import store_of
-from cli.shards import keys_of
 from simulator.trace import Measured, MeasuredNode, Timed, Trace, fit_token_s, fit_update, lines_of
 from storage import shards
 from storage.errors import ConfigError
@@ -41,7 +40,7 @@ def export(state: StateFolder, run: str) -> Trace:
     finally:
         ledger.close()
     with store_of(state) as store:
-        keys = keys_of(store, run)
+        keys = store.list(shards.prefix_of(run))
         sessions = {name: timed for key in keys for name, timed in _timed(shards.decode(store.get(key)), lives).items()}
     if len(steps) < 2 or not sessions:
         raise ConfigError(f"run {run} has {len(steps)} updates and {len(sessions)} sessions: too little to measure")

@@ -75,7 +75,7 @@ _Found = tuple[shards.Shard, shards.Generation]
 
 def _shard_generations(run: str, store: Store) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
-    for key in store.list(f"runs/{run}/shards/"):
+    for key in store.list(shards.prefix_of(run)):
         digest = key.rpartition("-")[2].removesuffix(".arrow")
         shard = shards.decode(store.get(key, sha256=digest))
         for generation in shard.generations:

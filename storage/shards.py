@@ -118,9 +118,14 @@ def decode(data: bytes) -> Shard:
     return shard
 
 
+def prefix_of(run: str) -> str:
+    """Where the object keys of a run's shards begin, and of nothing else."""
+    return f"runs/{run}/shards/"
+
+
 def key_for(run: str, ordinal: int, sha256: str) -> str:
     """Object key of a shard: the same content has the same key."""
-    return f"runs/{run}/shards/{ordinal:08d}-{sha256}.arrow"
+    return f"{prefix_of(run)}{ordinal:08d}-{sha256}.arrow"
 
 
 def digest_of(data: bytes) -> str:

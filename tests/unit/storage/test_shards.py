@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from storage.columns import key_for as column_key
 from storage.errors import IntegrityError
 from storage.shards import (
     Generation,
@@ -19,6 +20,7 @@ from storage.shards import (
     encode,
     key_for,
     paths,
+    prefix_of,
     show,
 )
 
@@ -84,6 +86,13 @@ def test_each_token_knows_its_version() -> None:
 def test_the_key_of_a_shard_is_its_content() -> None:
     digest = digest_of(encode(SHARD))
     assert key_for("demo", 7, digest) == f"runs/demo/shards/00000007-{digest}.arrow"
+
+
+@pytest.mark.parametrize("run", ["demo", "r", "runs"])
+def test_the_shards_of_a_run_are_told_from_its_columns_and_from_other_runs_by_their_keys(run: str) -> None:
+    assert key_for(run, 7, "ab" * 32).startswith(prefix_of(run))
+    others = [column_key(run, "returns", "ab" * 32, "l0"), key_for(f"{run}-2", 7, "ab" * 32)]
+    assert not [key for key in others if key.startswith(prefix_of(run))]
 
 
 def test_a_shard_is_shown_as_a_tree() -> None:
